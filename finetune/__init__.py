@@ -1,0 +1,1 @@
+"""Fine-tune LLaMA-class models inside whatever memory you have."""
