@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from finetune.config.schema import Recipe
-
 IGNORED = -100
 """The label of a token that is not trained on."""
 
@@ -204,8 +202,8 @@ class Task(Protocol):
     def count(self, batch: Batch) -> int:
         """Items that are trained in the batch, known from the labels before any forward."""
 
+    def tokens(self, batch: Batch) -> int:
+        """Items that the batch holds, trained or not, without padding."""
+
     def loss_sum(self, model: Model, batch: Batch, plan: Plan) -> Tensor:
         """The sum (not the mean) of the losses of the batch's trained items: fp32 scalar that can be differentiated."""
-
-    def samples(self, model: Model, rows: Sequence[Row], recipe: Recipe) -> list[dict[str, str]]:
-        """Answers to held-out rows, each {prompt, answer, expected}."""

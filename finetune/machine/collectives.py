@@ -1,0 +1,97 @@
+"""The processes of a run: which one this is, and the few sums they exchange.
+
+Plain data parallel needs no wrapper around the model: every rank runs its share of a step's rows, gradients are summed
+over the ranks once a step, and all losses were already divided by the global count. So ranks with unequal numbers of
+micro-batches never wait for one another inside a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BUCKET_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class World:
+    """This process (`rank` of `size`) and its device."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over the ranks, in float64; the same on every rank."""
+        if self.size == 1:
+            return [float(value) for value in values]
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        box: list[Any] = [None] * self.size
+        dist.all_gather_object(box, value)
+        return box
+
+    def wait(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def sum_gradients(self, gradients: Iterable[Tensor]) -> None:
+        """Sums each gradient over the ranks in place, in flat buckets of one dtype."""
+        if self.size == 1:
+            return
+        bucket: list[Tensor] = []
+        size = 0
+        for gradient in gradients:
+            if bucket and (gradient.dtype != bucket[0].dtype or size > BUCKET_BYTES):
+                _reduce(bucket)
+                bucket, size = [], 0
+            bucket.append(gradient)
+            size += gradient.numel() * gradient.element_size()
+        if bucket:
+            _reduce(bucket)
+
+
+def _reduce(bucket: list[Tensor]) -> None:
+    flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+    dist.all_reduce(flat)
+    offset = 0
+    for gradient in bucket:
+        gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
+        offset += gradient.numel()
+
+
+def join(device: str) -> World:
+    """Joins the process group that the launcher describes (gloo on a CPU, NCCL on GPUs); alone without one."""
+    from accelerate import PartialState
+
+    state = PartialState(cpu=device == "cpu")
+    return World(state.process_index, state.num_processes, state.device)
+
+
+def leave(world: World) -> None:
+    """Leaves the process group, if there is one."""
+    if world.size > 1 and dist.is_initialized():
+        dist.destroy_process_group()

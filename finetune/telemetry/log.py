@@ -1,0 +1,100 @@
+"""What a person sees: lines, tables and the progress bar, on stderr so that stdout stays for results. Rank 0 speaks; the others are silent.
+
+On a terminal a live bar; in a log file a line now and then, since a bar there is noise.
+"""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from finetune.contracts import StepResult
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def size(count: float) -> str:
+    """Bytes as a person reads them: 4.9 GiB, 310 MiB."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            value = count / scale
+            return f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    return f"{count:.0f} B"
+
+
+class Log:
+    """Prints for rank 0 only; `quiet` prints nothing but warnings."""
+
+    def __init__(self, speaks: bool = True, console: Console | None = None) -> None:
+        self.speaks = speaks
+        self.console = console or Console(stderr=True, highlight=False)
+
+    def say(self, content: Any = "") -> None:
+        """A line or a rich renderable; plain text is printed as typed, without markup."""
+        if self.speaks:
+            self.console.print(Text(content) if isinstance(content, str) else content)
+
+    def notice(self, text: str) -> None:
+        """Something the user should know and need not act on."""
+        if self.speaks:
+            self.console.print(Text.assemble(("note  ", "cyan"), text))
+
+    def warn(self, text: str) -> None:
+        if self.speaks:
+            self.console.print(Text.assemble(("warning  ", "yellow"), text))
+
+    def heading(self, text: str) -> None:
+        if self.speaks:
+            self.console.print(Text(text, style="bold"))
+
+
+class StepProgress:
+    """The bar of a training run: step, loss, tokens/s, memory, time left."""
+
+    def __init__(self, log: Log, total: int, done: int = 0) -> None:
+        self.log = log
+        self.total = total
+        self.live = log.speaks and log.console.is_terminal
+        self.started = time.monotonic()
+        self.first = done
+        self.spoke = 0.0
+        self.tokens = 0
+        self.busy = 0.0
+        self.bar = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=log.console,
+            disable=not self.live,
+        )
+        self.row = self.bar.add_task("train", total=total, completed=done, figures="")
+
+    def __enter__(self) -> StepProgress:
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bar.stop()
+
+    def step(self, result: StepResult, memory_bytes: int) -> None:
+        """Shows one finished optimizer step."""
+        self.tokens += result.tokens
+        self.busy += result.seconds
+        speed = self.tokens / max(self.busy, 1e-9)
+        figures = f"loss {result.loss:.4f}  {speed:,.0f} tok/s  {size(memory_bytes)}"
+        self.bar.update(self.row, completed=result.step, figures=figures)
+        if self.live or not self.log.speaks:
+            return
+        now = time.monotonic()
+        if now - self.spoke >= SECONDS_BETWEEN_LINES or result.step in (self.first + 1, self.total):
+            self.spoke = now
+            left = (self.total - result.step) * (now - self.started) / max(result.step - self.first, 1)
+            self.log.say(f"step {result.step}/{self.total}  {figures}  {left:,.0f} s left")

@@ -1,0 +1,37 @@
+"""Measured memory: what this process took on the GPU and on the host."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import torch
+
+
+def reset_peak(device: torch.device) -> None:
+    """Starts the GPU's peak counter anew; the host's cannot be."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_gpu_bytes(device: torch.device) -> int:
+    """The most bytes that tensors held on `device` since the last reset; 0 without a GPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def host_bytes() -> int:
+    """Resident bytes of this process now (its peak where the system does not tell)."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    return peak_host_bytes()
+
+
+def peak_host_bytes() -> int:
+    """The most resident bytes that this process ever had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def shown_bytes(device: torch.device) -> int:
+    """The figure beside the progress bar: GPU peak on a GPU, resident bytes on a CPU."""
+    return peak_gpu_bytes(device) if device.type == "cuda" else host_bytes()

@@ -1,0 +1,105 @@
+"""A job: everything one run needs, made once by `start` and handed down whole; and its progress, the only thing that changes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from finetune.config.schema import Recipe
+from finetune.contracts import Model, Plan
+from finetune.data.dataset import Splits
+from finetune.data.loader import Order, Position
+from finetune.kernels.keyed_dropout import DrawKey
+from finetune.machine.collectives import World
+from finetune.tasks.text import TextTask
+from finetune.telemetry.log import Log
+
+
+class StopAskedError(Exception):
+    """A signal asked the run to stop; the loop saves and leaves."""
+
+
+class StopSignal:
+    """Notes SIGTERM and SIGINT while a run is on; the loop looks between steps. A second SIGINT interrupts at once."""
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.asked is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = signal.Signals(number).name
+
+    def check(self) -> None:
+        """Raises when a signal came."""
+        if self.asked is not None:
+            raise StopAskedError(self.asked)
+
+
+@dataclass
+class Progress:
+    """How far a run is; saved with every checkpoint. `row` counts rows consumed in the epoch's permutation."""
+
+    step: int = 0
+    epoch: int = 0
+    row: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    loss_first: float | None = None
+    loss_last: float | None = None
+    eval_before: dict[str, float] = field(default_factory=dict)
+    eval_last: dict[str, float] = field(default_factory=dict)
+    samples_before: list[dict[str, str]] = field(default_factory=list)
+    best: float | None = None
+    best_step: int | None = None
+    lowest: float | None = None
+    evaluations_without_gain: int = 0
+    complete: bool = False
+
+    @property
+    def position(self) -> Position:
+        return Position(self.epoch, self.row)
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run's parts. `folder` is the run folder; `precision` is fp32 or bf16, resolved."""
+
+    recipe: Recipe
+    plan: Plan
+    world: World
+    precision: str
+    folder: Path
+    splits: Splits
+    order: Order
+    task: TextTask
+    model: Model
+    optimizer: Optimizer
+    key: DrawKey
+    stop: StopSignal
+    log: Log
+    progress: Progress
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"

@@ -1,0 +1,156 @@
+"""The loop: steps in data order, and between them evaluation, checkpoints, early stopping and signals.
+
+It does not know what it trains. Whatever ends it - the last step, a signal, no gain - a complete checkpoint is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from finetune.contracts import StepResult
+from finetune.errors import FinetuneError, NothingFitsError, StoppedError
+from finetune.generate.evaluate import Evaluator
+from finetune.telemetry import memory
+from finetune.telemetry.log import StepProgress
+from finetune.telemetry.metrics import Metrics
+from finetune.train import state
+from finetune.train.job import Job, StopAskedError
+from finetune.train.step import train_step
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Runs a job from its progress to `steps`. `metrics` is None on ranks other than 0."""
+
+    job: Job
+    evaluator: Evaluator
+    metrics: Metrics | None
+    steps: int
+
+    def run(self) -> None:
+        """Trains to the end. Raises StoppedError after saving when a signal came."""
+        job = self.job
+        try:
+            if job.progress.step == 0 and job.splits.evaluate:
+                job.progress.eval_before = self.evaluate()
+            self._train()
+        except StopAskedError as asked:
+            raise self._stopped(str(asked)) from None
+        job.progress.complete = True
+        state.save(job)
+
+    def _train(self) -> None:
+        job = self.job
+        job.model.module.train()
+        finished = job.progress.step >= self.steps
+        with StepProgress(job.log, self.steps, job.progress.step) as bar:
+            for epoch, end, rows in upcoming(job):
+                if job.progress.step >= self.steps or finished:
+                    break
+                result = self._step(rows)
+                self._record(result, epoch, end)
+                bar.step(result, memory.shown_bytes(job.world.device))
+                finished = self._between_steps(last=result.step >= self.steps)
+
+    def _step(self, rows: np.ndarray) -> StepResult:
+        try:
+            return train_step(self.job, rows, self.steps)
+        except torch.OutOfMemoryError as error:
+            raise NothingFitsError(
+                f"the GPU ran out of memory in step {self.job.progress.step + 1} with rows {rows[:8].tolist()}",
+                str(error).split(". ")[0],
+                "plan.micro_batch=1, plan.activation_checkpointing=true or a smaller data.max_tokens; "
+                "resume=auto goes on from the last checkpoint",
+            ) from None
+
+    def _record(self, result: StepResult, epoch: int, end: int) -> None:
+        job, progress = self.job, self.job.progress
+        progress.step, progress.epoch, progress.row = result.step, epoch, end
+        progress.tokens += result.tokens
+        progress.seconds += result.seconds
+        progress.loss_last = result.loss
+        if progress.loss_first is None:
+            progress.loss_first = result.loss
+        if self.metrics is not None:
+            self.metrics.write(
+                {
+                    "step": result.step,
+                    "loss": result.loss,
+                    "tokens": result.tokens,
+                    "trained_tokens": result.trained_tokens,
+                    "lr": result.lr,
+                    "grad_norm": result.grad_norm,
+                    "seconds": round(result.seconds, 6),
+                    "tokens_per_s": round(result.tokens / result.seconds, 3),
+                    "peak_gpu_bytes": memory.peak_gpu_bytes(job.world.device),
+                    "host_bytes": memory.host_bytes(),
+                    "data_wait": round(result.data_wait, 6),
+                }
+            )
+
+    def _between_steps(self, last: bool) -> bool:
+        """Evaluates and saves where it is time; True when training is to stop for want of gain."""
+        job = self.job
+        recipe, step = job.recipe, job.progress.step
+        improved = stop = False
+        due = recipe.evaluate.every is not None and step % recipe.evaluate.every == 0
+        if job.splits.evaluate and (due or last):
+            figures = self.evaluate()
+            job.progress.eval_last = figures
+            improved = self._note_best(figures)
+            limit = recipe.train.stop_after
+            stop = limit is not None and job.progress.evaluations_without_gain >= limit
+            if stop and not last:
+                job.log.notice(f"stopped at step {step}: {limit} evaluations without a lower eval_loss")
+        if not last and not stop and ((recipe.checkpoint.every and step % recipe.checkpoint.every == 0) or improved):
+            state.save(job)
+        return stop
+
+    def _note_best(self, figures: dict[str, float]) -> bool:
+        """Updates what early stopping and keep_best go by; True when the checkpoint of this step is to be kept as best."""
+        progress = self.job.progress
+        if progress.lowest is None or figures["eval_loss"] < progress.lowest:
+            progress.lowest, progress.evaluations_without_gain = figures["eval_loss"], 0
+        else:
+            progress.evaluations_without_gain += 1
+        metric = self.job.recipe.checkpoint.keep_best
+        if metric is None or (progress.best is not None and figures[metric] >= progress.best):
+            return False
+        progress.best, progress.best_step = figures[metric], progress.step
+        return True
+
+    def evaluate(self) -> dict[str, float]:
+        """The evaluation figures now, printed and written to the metrics."""
+        job = self.job
+        started = time.perf_counter()
+        figures = self.evaluator.losses(job.splits.evaluate)
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+        rows = ", ".join(f"{len(rows.documents)} held-out documents" for rows in job.splits.evaluate.values())
+        job.log.say(f"step {job.progress.step}  {shown}  ({rows}, {time.perf_counter() - started:.1f} s)")
+        if self.metrics is not None:
+            self.metrics.write({"step": job.progress.step, **figures})
+        return figures
+
+    def _stopped(self, why: str) -> FinetuneError:
+        job = self.job
+        path = state.save(job)
+        return StoppedError(
+            f"stopped by {why} after step {job.progress.step}; the state is saved",
+            str(path) if path else "",
+            f"go on with run.dir={job.folder} resume=auto",
+        )
+
+
+def upcoming(job: Job) -> Iterator[tuple[int, int, np.ndarray]]:
+    """The steps' rows from the job's position on, without end: (epoch, rows of it consumed after the step, row ids)."""
+    epoch, row = job.progress.epoch, job.progress.row
+    while True:
+        for rows in job.order.batches(epoch, row):
+            row += len(rows)
+            yield epoch, row, rows
+        epoch, row = epoch + 1, 0

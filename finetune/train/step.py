@@ -1,0 +1,120 @@
+"""One optimizer step: count, forward and backward of every micro-batch, sum over ranks, clip, update.
+
+The count of trained items is known from the labels and summed over the ranks before the first forward, so every
+micro-batch's loss is divided by the same number. The update happens only after the loss and the gradient norm were
+seen to be finite: a step that diverges changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from finetune.contracts import Batch, StepResult
+from finetune.data.loader import micro_batches
+from finetune.errors import DataError, DivergedError
+from finetune.kernels.precision import compute
+from finetune.optim.schedule import rate
+from finetune.train.job import Job, StopAskedError
+
+
+def train_step(job: Job, rows: Sequence[int], steps: int) -> StepResult:
+    """Trains on `rows` (of the global batch; this rank takes its share) and returns what happened.
+
+    `steps` is the length of the schedule. Raises StopAskedError before anything is done when any rank was asked to
+    stop, and DivergedError before the update when the loss or the gradient is not finite.
+    """
+    started = time.perf_counter()
+    world, plan = job.world, job.plan
+    shares = micro_batches(rows, world.rank, world.size, plan.micro_batch)
+    batches = [job.task.collate([job.splits.train[int(i)] for i in share]) for share in shares]
+    counts = [sum(map(job.task.count, batches)), sum(map(job.task.tokens, batches)), job.stop.asked is not None]
+    data_wait = time.perf_counter() - started
+    count, tokens, stop = world.sum(counts)
+    if stop:
+        raise StopAskedError(job.stop.asked or "a signal on another rank")
+    if count == 0:
+        raise DataError("no token of this step is trained", f"rows {list(map(int, rows))[:8]}")
+    losses = [_backward(job, batch, count) for batch in batches]
+    gradients = _gradients(job)
+    world.sum_gradients(gradients)
+    norm = gradient_norm(gradients)
+    local = torch.stack(losses).sum() if losses else torch.zeros((), device=world.device)
+    local_loss, norm_value = torch.stack([local.float(), norm]).tolist()
+    loss = world.sum([local_loss])[0] / count
+    if not (math.isfinite(loss) and math.isfinite(norm_value)):
+        raise _diverged(job, batches, losses, loss, norm_value)
+    clip(gradients, norm_value, job.recipe.train.max_grad_norm)
+    lr = rate(job.recipe.schedule, job.recipe.optimizer.lr, job.progress.step, steps)
+    for group in job.optimizer.param_groups:
+        group["lr"] = lr
+    job.optimizer.step()
+    job.optimizer.zero_grad(set_to_none=True)
+    seconds = time.perf_counter() - started
+    return StepResult(job.progress.step + 1, loss, int(tokens), int(count), lr, norm_value, seconds, data_wait)
+
+
+def _backward(job: Job, batch: Batch, count: float) -> Tensor:
+    """Adds the micro-batch's share of the gradient; returns its summed loss, detached, still on the device."""
+    on_device = batch.to(job.world.device)
+    job.key.step, job.key.row_ids = job.progress.step, on_device.row_ids
+    with compute(job.world.device, job.precision):
+        loss = job.task.loss_sum(job.model, on_device, job.plan)
+    (loss / count).backward()
+    return loss.detach()
+
+
+def _gradients(job: Job) -> list[Tensor]:
+    """Every trained parameter's gradient in model order; one that no row of this rank reached counts as zeros."""
+    gradients = []
+    for parameter in job.model.trainable().values():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    return gradients
+
+
+def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The norm of the per-tensor fp32 norms, in the order given: fp32 scalar on the gradients' device."""
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clip(gradients: Iterable[Tensor], norm: float, max_norm: float | None) -> None:
+    """Scales the gradients in place so that their global norm is at most `max_norm`, as torch's clip_grad_norm_ does."""
+    if max_norm is not None and norm > max_norm - 1e-6:
+        for gradient in gradients:
+            gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
+
+
+def _diverged(job: Job, batches: list[Batch], losses: list[Tensor], loss: float, norm: float) -> DivergedError:
+    """Names the rows whose own loss is not finite; when each alone is, the gradient is to blame and all are named."""
+    named: list[str] = []
+    for batch, value in zip(batches, losses, strict=True):
+        if not math.isfinite(float(value)):
+            named += [_describe(job, int(row)) for row in batch.row_ids.tolist() if not _row_is_finite(job, int(row))]
+    everywhere = [name for names in job.world.gather(named) for name in names]
+    if not everywhere:
+        rows = [int(row) for batch in batches for row in batch.row_ids.tolist()]
+        everywhere = [f"one of rows {rows[:16]}" + (" ..." if len(rows) > 16 else "")]
+    return DivergedError(
+        f"step {job.progress.step + 1}: the loss is {loss} and the gradient norm {norm}; nothing was updated",
+        "; ".join(everywhere[:8]),
+        "look at those rows, or lower optimizer.lr or raise schedule.warmup; resume=auto goes on from the last checkpoint",
+    )
+
+
+def _row_is_finite(job: Job, row: int) -> bool:
+    batch = job.task.collate([job.splits.train[row]]).to(job.world.device)
+    job.key.row_ids = batch.row_ids
+    with torch.no_grad(), compute(job.world.device, job.precision):
+        return math.isfinite(float(job.task.loss_sum(job.model, batch, job.plan)))
+
+
+def _describe(job: Job, row: int) -> str:
+    sources = ", ".join(str(source + 1) for source in job.splits.train[row].sources[:8])
+    return f"training row {row} (data row {sources})"
