@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from finetune.models.load import stop_tokens
 
 from finetune.config.schema import GenerateSection
 from finetune.contracts import Model
 from finetune.kernels.precision import compute
-from finetune.models.load import stop_tokens
 
 
-def answer(model: Model, prompts: Sequence[Sequence[int]], settings: GenerateSection, precision: str, seed: int = 0) -> list[str]:
+def answer(
+    model: Model, prompts: Sequence[Sequence[int]], settings: GenerateSection, precision: str, seed: int = 0
+) -> list[str]:
     """The answer to each prompt as text, without special tokens; temperature 0 takes the likeliest token each time.
 
     Draws from a generator state of its own, so training's randomness is untouched.
@@ -41,10 +43,12 @@ def answer(model: Model, prompts: Sequence[Sequence[int]], settings: GenerateSec
     return [model.tokenizer.decode(row[width:], skip_special_tokens=True).strip() for row in output_BS.tolist()]
 
 
-def _settings(model: Model, settings: GenerateSection, pad: int):  # noqa: ANN202 - a transformers class, imported late
+def _settings(model: Model, settings: GenerateSection, pad: int):
     from transformers import GenerationConfig
 
-    sampling = {"do_sample": True, "temperature": settings.temperature} if settings.temperature > 0 else {"do_sample": False}
+    sampling = (
+        {"do_sample": True, "temperature": settings.temperature} if settings.temperature > 0 else {"do_sample": False}
+    )
     return GenerationConfig(
         max_new_tokens=settings.max_tokens,
         eos_token_id=stop_tokens(model.tokenizer, model.base),

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from finetune.contracts import IGNORED, Batch, Model, Plan, Row
 from finetune.data.loader import collate
 from finetune.memory.chunked_loss import loss_sum
 from finetune.models.decoder import hidden_states
+from torch import Tensor
+
+from finetune.contracts import IGNORED, Batch, Model, Plan, Row
 
 
 @dataclass(frozen=True)

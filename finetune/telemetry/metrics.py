@@ -32,7 +32,9 @@ def check_trackers(names: Sequence[str]) -> None:
 class Metrics:
     """Appends lines to `metrics.jsonl` and hands the numbers to the trackers. Only rank 0 makes one."""
 
-    def __init__(self, folder: Path, trackers: Sequence[str], name: str, settings: Mapping[str, Any], step: int) -> None:
+    def __init__(
+        self, folder: Path, trackers: Sequence[str], name: str, settings: Mapping[str, Any], step: int
+    ) -> None:
         self.path = folder / "metrics.jsonl"
         _keep_until(self.path, step)
         self.file = self.path.open("a", encoding="utf-8")
@@ -45,7 +47,9 @@ class Metrics:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """One line; numbers that are not finite are written as null, since JSON has none."""
-        clean = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
+        clean = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
+        }
         self.file.write(json.dumps(clean) + "\n")
         self.file.flush()
         if self.accelerator is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from finetune.contracts import Model, Plan
 from finetune.kernels.keyed_dropout import DrawKey, key_dropouts
+
+from finetune.contracts import Model, Plan
 from finetune.memory import checkpointing
 
 

@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-import json
-import platform
 from dataclasses import asdict
-from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from finetune.checkpoint import export, store
 from finetune.config.load import save_recipe
-from finetune.config.schema import Recipe
-from finetune.contracts import Model, Result
-from finetune.data import preflight
-from finetune.data.dataset import Splits, prepare
-from finetune.data.loader import Order, Position, total_steps
+from finetune.data.dataset import prepare
+from finetune.data.loader import Order, total_steps
 from finetune.environment import Launch
-from finetune.errors import CheckpointError, InputError
-from finetune.generate.engine import answer
-from finetune.generate.evaluate import Evaluator
-from finetune.machine.collectives import World, join, leave
 from finetune.models.load import load_model, load_tokenizer
 from finetune.models.shapes import shape_for
 from finetune.optim.table import build
-from finetune.planner import report
 from finetune.planner.hardware import detect
 from finetune.planner.plan import Decision, decide
-from finetune.tasks.text import TextTask, prompt_and_answer
+
+from finetune.checkpoint import export, store
+from finetune.config.schema import Recipe
+from finetune.contracts import Model, Result
+from finetune.data import preflight
+from finetune.errors import InputError
+from finetune.generate.evaluate import Evaluator
+from finetune.machine.collectives import World, join, leave
+from finetune.planner import report
+from finetune.tasks.text import TextTask
 from finetune.telemetry import memory, metrics
-from finetune.telemetry.log import Log, size
-from finetune.train import state
+from finetune.telemetry.log import Log
+from finetune.train import finish, state
 from finetune.train.assemble import assemble
+from finetune.train.folder import run_folder
 from finetune.train.job import Job, Progress, StopSignal
 from finetune.train.loop import Loop
-
-PACKAGES = ("finetune", "torch", "transformers", "peft", "accelerate", "bitsandbytes", "datasets")
 
 
 def start(recipe: Recipe, launch: Launch) -> Result:
     """Runs `recipe` and leaves its run folder. Raises the error tree's errors; a signal saves first."""
-    world = join(_device(recipe))
+    world = join(choose_device(recipe))
     try:
         with StopSignal() as stop:
             return _run(recipe, launch, world, stop)
@@ -88,7 +82,9 @@ def _run(recipe: Recipe, launch: Launch, world: World, stop: StopSignal) -> Resu
     world.wait()
     if saved:
         state.restore(job, saved[0], saved[1])
-        log.say(f"resumed from {checkpoint} at step {job.progress.step}, epoch {job.progress.epoch}, row {job.progress.row}")
+        log.say(
+            f"resumed from {checkpoint} at step {job.progress.step}, epoch {job.progress.epoch}, row {job.progress.row}"
+        )
     return _train(job, decision, steps)
 
 
@@ -101,19 +97,19 @@ def _train(job: Job, decision: Decision, steps: int) -> Result:
         writer = metrics.Metrics(job.folder, recipe.run.trackers, recipe.recipe, settings, job.progress.step)
     memory.reset_peak(world.device)
     if world.first and not job.progress.samples_before:
-        job.progress.samples_before = samples(job)
+        job.progress.samples_before = finish.samples(job)
     world.wait()
     try:
         Loop(job, evaluator, writer, steps).run()
     finally:
         if writer is not None:
             writer.close()
-    after = samples(job) if world.first else []
-    show_samples(job, after)
+    after = finish.samples(job) if world.first else []
+    finish.show_samples(job, after)
     result = export_result(job.model, recipe, job.folder, job.precision) if world.first else None
-    summary = summarize(job, decision, after, result)
+    summary = finish.summarize(job, decision, after, result)
     if world.first:
-        write_json(job.folder / "summary.json", summary)
+        finish.write_json(job.folder / "summary.json", summary)
         log.say(f"done: {result}  ({job.progress.step} steps, {summary['tokens_per_s']:,.0f} tokens/s)")
     world.wait()
     return Result(job.folder, result, summary)
@@ -147,49 +143,13 @@ def threads(world: World, launch: Launch, log: Log) -> None:
         torch.set_num_threads(cores)
 
 
-def run_folder(recipe: Recipe, world: World, log: Log) -> tuple[Path, Path | None]:
-    """The run's folder and the checkpoint to go on from, if any; the same on every rank."""
-    found: tuple[Path, Path | None] | InputError
-    try:
-        found = _find_folder(recipe, log) if world.first else (Path(), None)
-    except InputError as error:
-        found = error
-    found = world.share(found)
-    if isinstance(found, InputError):
-        raise found
-    return found
-
-
-def _find_folder(recipe: Recipe, log: Log) -> tuple[Path, Path | None]:
-    fresh = Path(recipe.run.dir or f"runs/{recipe.recipe}-{datetime.now():%Y%m%d-%H%M%S}")
-    if recipe.resume is None:
-        if store.complete(fresh / "checkpoints"):
-            raise CheckpointError("this folder already holds a run", str(fresh), "resume=auto goes on with it; or another run.dir")
-        return fresh, None
-    if recipe.resume != "auto":
-        path = Path(recipe.resume)
-        if not path.is_dir():
-            raise CheckpointError("no such checkpoint", str(path), "resume=auto, or a folder like runs/x/checkpoints/step-0000050")
-        return (Path(recipe.run.dir) if recipe.run.dir else path.resolve().parent.parent), path
-    if recipe.run.dir:
-        folders = [fresh]
-    else:
-        folders = sorted(Path("runs").glob(f"{recipe.recipe}-[0-9]*"), reverse=True)
-    for folder in folders:
-        checkpoint, notices = store.newest(folder / "checkpoints")
-        for notice in notices:
-            log.warn(notice)
-        if checkpoint is not None:
-            return folder, checkpoint
-    log.notice(f"resume=auto: no checkpoint in {recipe.run.dir or f'runs/{recipe.recipe}-*'}; starting anew")
-    return fresh, None
-
-
 def steps_in_all(recipe: Recipe, order: Order, progress: Progress) -> int:
     """The length of the schedule: steps done and those that remain from the data position."""
     if progress.step == 0:
         return total_steps(order, recipe.train.epochs, recipe.train.max_steps)
-    return progress.step + total_steps(order, recipe.train.epochs, recipe.train.max_steps, progress.position, progress.step)
+    return progress.step + total_steps(
+        order, recipe.train.epochs, recipe.train.max_steps, progress.position, progress.step
+    )
 
 
 def rehearse(job: Job, decision: Decision) -> None:
@@ -210,30 +170,9 @@ def _yaml(values: dict[str, Any]) -> str:
     return yaml.safe_dump(plain, sort_keys=False)
 
 
-def _interrupt(job: Job):  # noqa: ANN202 - a plain callable
+def _interrupt(job: Job):
     """What evaluation asks between batches: with several ranks a signal waits for the next step, which they agree on."""
     return job.stop.check if job.world.size == 1 else (lambda: None)
-
-
-def samples(job: Job) -> list[dict[str, str]]:
-    """Answers to the first held-out documents: {prompt, answer, expected}."""
-    sets = list(job.splits.evaluate.values())
-    rows = [row for row in (sets[0].documents[: job.recipe.evaluate.samples] if sets else []) if prompt_and_answer(row)[0]]
-    pairs = [prompt_and_answer(row) for row in rows]
-    answers = answer(job.model, [prompt for prompt, _ in pairs], job.recipe.generate, job.precision, job.recipe.train.seed)
-    decode = job.model.tokenizer.decode
-    return [
-        {"prompt": decode(prompt, skip_special_tokens=True), "answer": text, "expected": decode(wanted, skip_special_tokens=True)}
-        for (prompt, wanted), text in zip(pairs, answers, strict=True)
-    ]
-
-
-def show_samples(job: Job, after: list[dict[str, str]]) -> None:
-    """Prints each sample: prompt, answer before, answer after, expected."""
-    for number, (first, last) in enumerate(zip(job.progress.samples_before, after, strict=False), 1):
-        job.log.heading(f"sample {number}")
-        for label, text in (("prompt", first["prompt"]), ("before", first["answer"]), ("after", last["answer"]), ("expected", last["expected"])):
-            job.log.say(f"  {label:<9}{' '.join(text.split())}")
 
 
 def export_result(model: Model, recipe: Recipe, folder: Path, precision: str) -> Path:
@@ -243,53 +182,7 @@ def export_result(model: Model, recipe: Recipe, folder: Path, precision: str) ->
     return export.export_merged(model, folder / "model", precision)
 
 
-def summarize(job: Job, decision: Decision, after: list[dict[str, str]], result: Path | None) -> dict[str, Any]:
-    """The run in one dictionary, as `summary.json` holds it."""
-    progress, device = job.progress, job.world.device
-    planned = decision.estimate.phases["step"].total
-    on_gpu = device.type == "cuda"
-    return {
-        "recipe": job.recipe.recipe,
-        "steps": progress.step,
-        "seconds": round(progress.seconds, 3),
-        "tokens_per_s": round(progress.tokens / max(progress.seconds, 1e-9), 2),
-        "loss_first": progress.loss_first,
-        "loss_last": progress.loss_last,
-        "eval_before": progress.eval_before,
-        "eval_after": progress.eval_last,
-        "best_step": progress.best_step,
-        "peak_gpu_bytes_planned": planned if on_gpu else 0,
-        "peak_gpu_bytes_measured": memory.peak_gpu_bytes(device),
-        "host_bytes_planned": decision.estimate.host.total if on_gpu else planned,
-        "host_bytes_measured": memory.peak_host_bytes(),
-        "result": str(result) if result else None,
-        "samples_before": progress.samples_before,
-        "samples_after": after,
-        "versions": versions(),
-        "hardware": {"device": device.type, "name": detect(device.type).name, "ranks": job.world.size},
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and the packages that decide a result."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes JSON aside and renames it, so a reader never sees half a file."""
-    aside = path.with_suffix(".new")
-    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    aside.replace(path)
-
-
 def _already_complete(folder: Path, progress: Progress, log: Log) -> Result:
     log.say(f"already complete at step {progress.step}: {folder}. Raise train.epochs or train.max_steps to go on.")
-    summary = folder / "summary.json"
-    facts = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
+    facts = finish.read_json(folder / "summary.json")
     return Result(folder, Path(facts["result"]) if facts.get("result") else None, facts)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from finetune.config.load import recipe_differences
 
 from finetune.checkpoint import resume, store
-from finetune.config.load import recipe_differences
 from finetune.config.schema import Recipe
 from finetune.errors import CheckpointError
 from finetune.train.job import Job, Progress
@@ -39,7 +39,11 @@ def _capture(job: Job) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, An
     parameters = job.model.trainable()
     optimizer, optimizer_facts = resume.optimizer_tensors(job.optimizer, parameters)
     random, random_facts = resume.random_state()
-    tensors = {"trainable": {name: p.detach() for name, p in parameters.items()}, "optimizer": optimizer, "random": random}
+    tensors = {
+        "trainable": {name: p.detach() for name, p in parameters.items()},
+        "optimizer": optimizer,
+        "random": random,
+    }
     facts = {
         "progress": job.progress.facts(),
         "optimizer": optimizer_facts,
@@ -51,7 +55,9 @@ def _capture(job: Job) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, An
     return tensors, facts
 
 
-def read(path: Path, recipe: Recipe, fingerprint: str) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any], list[str]]:
+def read(
+    path: Path, recipe: Recipe, fingerprint: str
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any], list[str]]:
     """A checkpoint's tensors and facts, after it was seen to belong to this recipe and data; and what to tell the user.
 
     A finished run is read whatever its data are now (the caller reports it); an unfinished one on other data is refused.

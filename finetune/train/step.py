@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterable, Sequence
 
 import torch
+from finetune.data.loader import micro_batches
+from finetune.optim.schedule import rate
 from torch import Tensor
 
 from finetune.contracts import Batch, StepResult
-from finetune.data.loader import micro_batches
 from finetune.errors import DataError, DivergedError
 from finetune.kernels.precision import compute
-from finetune.optim.schedule import rate
 from finetune.train.job import Job, StopAskedError
 
 

@@ -1,0 +1,130 @@
+"""What is done with a finished run: export it, ask it, evaluate it. Each loads the run's own result and changes nothing in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from finetune.config.load import load_recipe
+from finetune.data.dataset import prepare
+from finetune.data.templates import load_template
+from finetune.environment import hub_offline
+from finetune.models.load import load_model, load_tokenizer
+from finetune.models.shapes import shape_for
+from finetune.planner.hardware import detect
+from finetune.planner.plan import decide
+
+from finetune.checkpoint import export as exports
+from finetune.config.schema import Recipe
+from finetune.contracts import Model
+from finetune.errors import InputError, NotBuiltError
+from finetune.generate.engine import answer
+from finetune.generate.evaluate import Evaluator
+from finetune.machine.collectives import World
+from finetune.tasks.text import TextTask
+from finetune.train.start import choose_device, resolve_precision
+
+KINDS = ("adapter", "merged", "hub")
+LATER_KINDS = ("fp8", "w8a8", "int4", "gguf")
+
+
+def finished_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a finished run with its result as the adapter or the model to load."""
+    if not (run / "recipe.yaml").exists():
+        raise InputError(
+            "this is no run folder: recipe.yaml is missing", str(run), "run=runs/NAME-TIME; `finetune runs` lists them"
+        )
+    recipe = load_recipe(run / "recipe.yaml", overrides)
+    result = run / ("model" if recipe.adapter.kind == "none" else "adapter")
+    if not result.exists():
+        raise InputError("this run has no result yet", str(run), "go on with it: resume=auto run.dir=" + str(run))
+    if recipe.adapter.kind == "none":
+        changes = {"model": recipe.model.model_copy(update={"path": str(result), "revision": None})}
+    else:
+        changes = {"adapter": recipe.adapter.model_copy(update={"path": str(result)})}
+    return recipe.model_copy(update=changes)
+
+
+def _load(recipe: Recipe) -> tuple[Model, str, torch.device]:
+    device = torch.device(choose_device(recipe))
+    precision = resolve_precision(recipe, device)
+    model = load_model(recipe, device, precision)
+    model.module.eval()
+    return model, precision, device
+
+
+def export(run: Path, to: str, path: Path | None, repo: str | None) -> dict[str, Any]:
+    """Writes a run's result for other tools and reloads it with the tool that will read it.
+
+    to: adapter (peft files), merged (a transformers folder), hub (the adapter or model folder, to `repo`). Returns
+    {kind, path, largest_logit_difference}.
+    """
+    if to in LATER_KINDS:
+        raise NotBuiltError(f"export to={to}", "to=adapter, to=merged or to=hub")
+    if to not in KINDS:
+        raise InputError(f"unknown export {to!r}", "to=", f"one of {', '.join(KINDS)}")
+    recipe = finished_recipe(run)
+    if to == "hub":
+        return _push(run, recipe, repo)
+    if to == "adapter" and recipe.adapter.kind == "none":
+        raise InputError("a full fine-tune has no adapter", "to=adapter", "to=merged")
+    model, precision, _ = _load(recipe)
+    target = path or run / "exports" / to
+    if to == "adapter":
+        exports.export_adapter(model, target)
+        difference = exports.verify_adapter(target, model)
+    else:
+        exports.export_merged(model, target, precision)
+        difference = exports.verify_merged(target, model)
+    return {"kind": to, "path": str(target), "largest_logit_difference": difference}
+
+
+def _push(run: Path, recipe: Recipe, repo: str | None) -> dict[str, Any]:
+    """Uploads the run's result folder to a hub repository, made private when it is new."""
+    if not repo:
+        raise InputError("which repository?", "to=hub", "repo=NAME/REPOSITORY")
+    if hub_offline():
+        raise InputError(
+            "the hub is switched off by HF_HUB_OFFLINE", "to=hub", "unset it, or export to a folder with path="
+        )
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    folder = run / ("model" if recipe.adapter.kind == "none" else "adapter")
+    try:
+        api = HfApi()
+        api.create_repo(repo, exist_ok=True, private=True)
+        address = api.upload_folder(
+            repo_id=repo, folder_path=str(folder), commit_message=f"{recipe.recipe}, by finetune"
+        )
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise InputError(
+            f"the upload failed: {str(error).splitlines()[0]}", f"repo={repo}", "check the network and `hf auth login`"
+        ) from error
+    return {"kind": "hub", "path": str(address), "largest_logit_difference": None}
+
+
+def generate(run: Path, prompts: Sequence[str], overrides: Sequence[str] = ()) -> list[str]:
+    """An answer to each prompt, put through the template that the run was trained with."""
+    recipe = finished_recipe(run, overrides)
+    tokenizer = load_tokenizer(recipe.model)
+    template = load_template(recipe.data.template)
+    ids = [template.prompt_ids(prompt, tokenizer) for prompt in prompts]
+    model, precision, _ = _load(recipe)
+    return answer(model, ids, recipe.generate, precision, recipe.train.seed)
+
+
+def evaluate(run: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The evaluation figures of a finished run on its held-out sets (or those that the overrides name)."""
+    recipe = finished_recipe(run, overrides)
+    tokenizer = load_tokenizer(recipe.model)
+    splits = prepare(recipe, tokenizer)
+    if not splits.evaluate:
+        raise InputError("there are no held-out rows", str(run), "data.valid_path=FILE or evaluate.sets.NAME=FILE")
+    model, precision, device = _load(recipe)
+    longest = max(int(rows.lengths.max()) for rows in splits.evaluate.values())
+    plan = decide(recipe, shape_for(recipe), detect(device.type), ranks=1, longest_row=longest).plan
+    evaluator = Evaluator(TextTask(tokenizer.pad_token_id), model, plan, World(0, 1, device), precision, lambda: None)
+    return evaluator.losses(splits.evaluate)

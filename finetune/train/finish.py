@@ -1,0 +1,103 @@
+"""What a run leaves for a person: sample answers before and after, and the summary."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from finetune.planner.hardware import detect
+from finetune.planner.plan import Decision
+
+from finetune.generate.engine import answer
+from finetune.tasks.text import prompt_and_answer
+from finetune.telemetry import memory
+from finetune.train.job import Job
+
+PACKAGES = ("finetune", "torch", "transformers", "peft", "accelerate", "bitsandbytes", "datasets")
+
+
+def samples(job: Job) -> list[dict[str, str]]:
+    """Answers to the first held-out documents: {prompt, answer, expected}."""
+    sets = list(job.splits.evaluate.values())
+    rows = [
+        row for row in (sets[0].documents[: job.recipe.evaluate.samples] if sets else []) if prompt_and_answer(row)[0]
+    ]
+    pairs = [prompt_and_answer(row) for row in rows]
+    answers = answer(
+        job.model, [prompt for prompt, _ in pairs], job.recipe.generate, job.precision, job.recipe.train.seed
+    )
+    decode = job.model.tokenizer.decode
+    return [
+        {
+            "prompt": decode(prompt, skip_special_tokens=True),
+            "answer": text,
+            "expected": decode(wanted, skip_special_tokens=True),
+        }
+        for (prompt, wanted), text in zip(pairs, answers, strict=True)
+    ]
+
+
+def show_samples(job: Job, after: list[dict[str, str]]) -> None:
+    """Prints each sample: prompt, answer before, answer after, expected."""
+    for number, (first, last) in enumerate(zip(job.progress.samples_before, after, strict=False), 1):
+        job.log.heading(f"sample {number}")
+        for label, text in (
+            ("prompt", first["prompt"]),
+            ("before", first["answer"]),
+            ("after", last["answer"]),
+            ("expected", last["expected"]),
+        ):
+            job.log.say(f"  {label:<9}{' '.join(text.split())}")
+
+
+def summarize(job: Job, decision: Decision, after: list[dict[str, str]], result: Path | None) -> dict[str, Any]:
+    """The run in one dictionary, as `summary.json` holds it."""
+    progress, device = job.progress, job.world.device
+    planned = decision.estimate.phases["step"].total
+    on_gpu = device.type == "cuda"
+    return {
+        "recipe": job.recipe.recipe,
+        "steps": progress.step,
+        "seconds": round(progress.seconds, 3),
+        "tokens_per_s": round(progress.tokens / max(progress.seconds, 1e-9), 2),
+        "loss_first": progress.loss_first,
+        "loss_last": progress.loss_last,
+        "eval_before": progress.eval_before,
+        "eval_after": progress.eval_last,
+        "best_step": progress.best_step,
+        "peak_gpu_bytes_planned": planned if on_gpu else 0,
+        "peak_gpu_bytes_measured": memory.peak_gpu_bytes(device),
+        "host_bytes_planned": decision.estimate.host.total if on_gpu else planned,
+        "host_bytes_measured": memory.peak_host_bytes(),
+        "result": str(result) if result else None,
+        "samples_before": progress.samples_before,
+        "samples_after": after,
+        "versions": versions(),
+        "hardware": {"device": device.type, "name": detect(device.type).name, "ranks": job.world.size},
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and the packages that decide a result."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON aside and renames it, so a reader never sees half a file."""
+    aside = path.with_suffix(".new")
+    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    aside.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty without the file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -1,0 +1,54 @@
+"""Where a run lives: its folder, and the checkpoint to go on from. The same answer on every rank."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+from finetune.checkpoint import store
+from finetune.config.schema import Recipe
+from finetune.errors import CheckpointError, InputError
+from finetune.machine.collectives import World
+from finetune.telemetry.log import Log
+
+
+def run_folder(recipe: Recipe, world: World, log: Log) -> tuple[Path, Path | None]:
+    """The run's folder and the checkpoint to go on from, if any; the same on every rank."""
+    found: tuple[Path, Path | None] | InputError
+    try:
+        found = _find_folder(recipe, log) if world.first else (Path(), None)
+    except InputError as error:
+        found = error
+    found = world.share(found)
+    if isinstance(found, InputError):
+        raise found
+    return found
+
+
+def _find_folder(recipe: Recipe, log: Log) -> tuple[Path, Path | None]:
+    fresh = Path(recipe.run.dir or f"runs/{recipe.recipe}-{datetime.now():%Y%m%d-%H%M%S}")
+    if recipe.resume is None:
+        if store.complete(fresh / "checkpoints"):
+            raise CheckpointError(
+                "this folder already holds a run", str(fresh), "resume=auto goes on with it; or another run.dir"
+            )
+        return fresh, None
+    if recipe.resume != "auto":
+        path = Path(recipe.resume)
+        if not path.is_dir():
+            raise CheckpointError(
+                "no such checkpoint", str(path), "resume=auto, or a folder like runs/x/checkpoints/step-0000050"
+            )
+        return (Path(recipe.run.dir) if recipe.run.dir else path.resolve().parent.parent), path
+    if recipe.run.dir:
+        folders = [fresh]
+    else:
+        folders = sorted(Path("runs").glob(f"{recipe.recipe}-[0-9]*"), reverse=True)
+    for folder in folders:
+        checkpoint, notices = store.newest(folder / "checkpoints")
+        for notice in notices:
+            log.warn(notice)
+        if checkpoint is not None:
+            return folder, checkpoint
+    log.notice(f"resume=auto: no checkpoint in {recipe.run.dir or f'runs/{recipe.recipe}-*'}; starting anew")
+    return fresh, None
