@@ -28,7 +28,8 @@ class StopAskedError(Exception):
 class StopSignal:
     """Notes SIGTERM and SIGINT while a run is on; the loop looks between steps. A second SIGINT interrupts at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: Log) -> None:
+        self.log = log
         self.asked: str | None = None
         self._before: dict[int, Any] = {}
 
@@ -46,6 +47,7 @@ class StopSignal:
         if self.asked is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = signal.Signals(number).name
+        self.log.say(f"{self.asked}: finishing this step, then saving. Ctrl-C again leaves at once.")
 
     def check(self) -> None:
         """Raises when a signal came."""

@@ -39,13 +39,12 @@ def start(recipe: Recipe, launch: Launch) -> Result:
     """Runs `recipe` and leaves its run folder. Raises the error tree's errors; a signal saves first."""
     world = join(choose_device(recipe))
     try:
-        with StopSignal() as stop:
-            return _run(recipe, launch, world, stop)
+        return _run(recipe, launch, world)
     finally:
         leave(world)
 
 
-def _run(recipe: Recipe, launch: Launch, world: World, stop: StopSignal) -> Result:
+def _run(recipe: Recipe, launch: Launch, world: World) -> Result:
     log = Log(speaks=world.first)
     metrics.check_trackers(recipe.run.trackers)
     threads(world, launch, log)
@@ -61,9 +60,8 @@ def _run(recipe: Recipe, launch: Launch, world: World, stop: StopSignal) -> Resu
     steps = steps_in_all(recipe, order, progress)
     for notice in saved[2] if saved else []:
         log.notice(notice)
-    if saved and progress.complete and progress.step >= steps:
+    if saved and progress.complete and progress.step >= steps and (folder / "summary.json").exists():
         return _already_complete(folder, progress, log)
-    progress.complete = False
     shape = shape_for(recipe)
     hardware = detect(world.device.type)
     decision = decide(recipe, shape, hardware, ranks=world.size, longest_row=int(splits.train.lengths.max()))
@@ -75,7 +73,7 @@ def _run(recipe: Recipe, launch: Launch, world: World, stop: StopSignal) -> Resu
     optimizer = build(recipe.optimizer, model.trainable())
     job = Job(
         recipe, decision.plan, world, precision, folder, splits, order, TextTask(tokenizer.pad_token_id), model,
-        optimizer, key, stop, log, progress,
+        optimizer, key, StopSignal(log), log, progress,
     )  # fmt: skip
     if world.first:
         rehearse(job, decision)
@@ -100,7 +98,8 @@ def _train(job: Job, decision: Decision, steps: int) -> Result:
         job.progress.samples_before = finish.samples(job)
     world.wait()
     try:
-        Loop(job, evaluator, writer, steps).run()
+        with job.stop:
+            Loop(job, evaluator, writer, steps).run()
     finally:
         if writer is not None:
             writer.close()
@@ -115,7 +114,7 @@ def _train(job: Job, decision: Decision, steps: int) -> Result:
     return Result(job.folder, result, summary)
 
 
-def _device(recipe: Recipe) -> str:
+def choose_device(recipe: Recipe) -> str:
     """cuda where there is one, unless the recipe says cpu."""
     available = torch.cuda.is_available()
     if recipe.device == "cuda" and not available:

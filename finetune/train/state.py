@@ -92,6 +92,7 @@ def restore(job: Job, tensors: dict[str, dict[str, torch.Tensor]], facts: dict[s
     resume.restore_optimizer(job.optimizer, parameters, tensors["optimizer"], facts["optimizer"])
     for name, value in facts["progress"].items():
         setattr(job.progress, name, value)
+    job.progress.complete = False
     resume.restore_random(tensors["random"], facts["random"])
 
 
