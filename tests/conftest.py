@@ -9,7 +9,28 @@ from typing import Any
 
 import pytest
 
-WORDS = "the a cat dog tree runs sleeps eats blue green small large very not and or of in on under".split()
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "tree",
+    "runs",
+    "sleeps",
+    "eats",
+    "blue",
+    "green",
+    "small",
+    "large",
+    "very",
+    "not",
+    "and",
+    "or",
+    "of",
+    "in",
+    "on",
+    "under",
+]
 
 
 def alpaca_rows(count: int, seed: int = 0) -> list[dict[str, str]]:

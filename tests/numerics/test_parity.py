@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-
-import finetune
 from finetune.config.load import load_recipe
-from finetune.contracts import IGNORED
 from finetune.data.dataset import prepare
 from finetune.data.loader import Order
 from finetune.models.builtin import resolve
 from finetune.models.load import load_tokenizer
+
+import finetune
+from finetune.contracts import IGNORED
 from tests.conftest import alpaca_rows, changed, write_jsonl
 
 STEPS = 50
