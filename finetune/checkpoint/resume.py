@@ -106,7 +106,9 @@ def _trained(optimizer: torch.optim.Optimizer, names: Mapping[str, nn.Parameter]
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     known = {id(parameter) for parameter in names.values()}
     if held != known:
-        raise FinetuneError(f"the optimizer holds {len(held)} parameters, {len(held & known)} of the {len(known)} named ones")
+        raise FinetuneError(
+            f"the optimizer holds {len(held)} parameters, {len(held & known)} of the {len(known)} named ones"
+        )
     return dict(names)
 
 
@@ -175,5 +177,7 @@ def restore_random(tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> l
     for name in saved[:here]:
         torch.cuda.set_rng_state(tensors[name], int(name[5:]))
     if saved and len(saved) != here:
-        return [f"the checkpoint has random states of {len(saved)} GPUs, this machine has {here}: the others start anew"]
+        return [
+            f"the checkpoint has random states of {len(saved)} GPUs, this machine has {here}: the others start anew"
+        ]
     return []

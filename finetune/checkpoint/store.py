@@ -92,7 +92,9 @@ def read(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
                 problems.append(f"{name} is corrupt: its checksum is not the one that was written")
         if problems:
             raise _broken(path, problems)
-        groups = {name[: -len(SUFFIX)]: read_tensors(path / name) for name in manifest["files"] if name.endswith(SUFFIX)}
+        groups = {
+            name[: -len(SUFFIX)]: read_tensors(path / name) for name in manifest["files"] if name.endswith(SUFFIX)
+        }
         return groups, json.loads((path / FACTS).read_text())
     except (SafetensorError, ValueError, OSError) as error:
         raise _broken(path, [f"it cannot be read: {error}"]) from error
@@ -122,7 +124,9 @@ def rotate(folder: Path, keep: int, protect: Collection[Path] = ()) -> list[Path
     Call it after `write` returned. Incomplete folders are not counted and not deleted.
     """
     if keep < 1:
-        raise CheckpointError(f"checkpoint.keep is {keep}: at least one must stay", "checkpoint.keep", "set it to 1 or more")
+        raise CheckpointError(
+            f"checkpoint.keep is {keep}: at least one must stay", "checkpoint.keep", "set it to 1 or more"
+        )
     safe = {step_of(Path(path)) for path in protect}
     doomed = [path for path in complete(folder)[:-keep] if step_of(path) not in safe]
     for path in doomed:
@@ -206,7 +210,9 @@ def _size_fault(file: Path, size: int) -> str:
 
 
 def _broken(path: Path, problems: list[str]) -> CheckpointError:
-    others = [other for other in complete(path.parent) if other != path and (step_of(other) or 0) <= (step_of(path) or 0)]
+    others = [
+        other for other in complete(path.parent) if other != path and (step_of(other) or 0) <= (step_of(path) or 0)
+    ]
     if others:
         remedy = f"go back to the checkpoint before it: resume={others[-1]}"
     else:

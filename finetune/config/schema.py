@@ -41,7 +41,18 @@ def _bytes(value: Any) -> Any:
     if not isinstance(value, str) or value.strip() == "auto":
         return _auto(value)
     text = value.strip()
-    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "B": 1}
+    units = {
+        "KiB": 2**10,
+        "MiB": 2**20,
+        "GiB": 2**30,
+        "TiB": 2**40,
+        "kB": 10**3,
+        "KB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "TB": 10**12,
+        "B": 1,
+    }
     for unit, size in units.items():
         if text.endswith(unit):
             try:

@@ -34,7 +34,11 @@ def role_by_name(name: str) -> str:
     owner = parts[owner_at] if owner_at >= 0 else ""
     if owner in HEAD_NAMES:
         return HEAD
-    if owner in EMBEDDING_NAMES or owner.startswith("embed_") or owner.endswith(("_embed", "_embeddings", "_embedding")):
+    if (
+        owner in EMBEDDING_NAMES
+        or owner.startswith("embed_")
+        or owner.endswith(("_embed", "_embeddings", "_embedding"))
+    ):
         return EMBEDDING
     return ""
 

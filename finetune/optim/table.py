@@ -123,8 +123,12 @@ def build(
     weight can show would be lost. The groups' `lr` is the section's; the loop sets it at each step from `schedule.rate`.
     """
     if not named:
-        raise InputError("nothing to train: no parameter requires a gradient", "adapter", "check adapter.kind and targets")
-    other = [f"{name} ({parameter.dtype})" for name, parameter in named.items() if str(parameter.dtype) != "torch.float32"]
+        raise InputError(
+            "nothing to train: no parameter requires a gradient", "adapter", "check adapter.kind and targets"
+        )
+    other = [
+        f"{name} ({parameter.dtype})" for name, parameter in named.items() if str(parameter.dtype) != "torch.float32"
+    ]
     if other:
         shown = ", ".join(other[:3])
         raise FinetuneError(f"{len(other)} trained parameters are not fp32: {shown}", "optimizer", "cast them first")
