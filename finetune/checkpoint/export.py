@@ -134,8 +134,9 @@ def read_marker(folder: Path) -> dict[str, Any] | None:
 def read_adapter(folder: Path, module: nn.Module) -> int:
     """Loads an adapter's weights into a peft model that has its layers already; the number of tensors loaded.
 
-    All tensors of the file must match all of the model's adapter in name and shape. CheckpointError gives the counts and
-    one example of each side, so that an adapter without effect never passes; then nothing was changed.
+    All tensors of the file must match all of the model's adapter in name and shape; only copies of the base's own
+    weights (peft adds them for targeted embeddings) may come on top. CheckpointError gives the counts and one example of
+    each side, so that an adapter without effect never passes; then nothing was changed.
     """
     if not isinstance(module, PeftModel):
         raise FinetuneError("an adapter is read into a peft model", str(folder))
@@ -156,9 +157,18 @@ def read_adapter(folder: Path, module: nn.Module) -> int:
             f"the file is truncated or corrupt: {error}", str(file), "export or copy it again"
         ) from error
     name = module.active_adapters[0]
-    _require_match(file, tensors, get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False))
+    wanted = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
+    tensors = {
+        key: tensor for key, tensor in tensors.items() if key in wanted or not _is_base_copy(module, key, tensor)
+    }
+    _require_match(file, tensors, wanted)
     set_peft_model_state_dict(module, tensors, adapter_name=name)
     return len(tensors)
+
+
+def _is_base_copy(module: nn.Module, name: str, tensor: torch.Tensor) -> bool:
+    own = dict(module.named_parameters(remove_duplicate=False)).get(name)
+    return own is not None and own.shape == tensor.shape and torch.equal(own.detach().cpu(), tensor.to(own.dtype))
 
 
 def _require_match(file: Path, tensors: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:

@@ -188,6 +188,8 @@ def _module_fault(module: nn.Module) -> str:
     if isinstance(module, BaseTunerLayer):
         return _layer_fault(module)
     weight = getattr(module, "weight", None)
+    if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
+        return "bitsandbytes repacked its 4-bit weights for inference on this CPU; load the model again to merge it"
     if weight is not None and not _is_4bit(module) and type(weight).__name__ in ("Int8Params", "Params4bit"):
         return f"weights stored as {type(weight).__name__} are not supported"
     return ""

@@ -101,11 +101,17 @@ def _compare(folder: Path, model: Model, reloaded: nn.Module, tolerance: float |
 
 @torch.no_grad()
 def _logits(module: nn.Module, ids_BS: Tensor) -> Tensor:
-    """fp32 logits [B, S, V] in evaluation mode; the modules' modes are as before afterwards."""
+    """fp32 logits [B, S, V] in evaluation mode; the modules' modes and weights are as before afterwards."""
     modes = [(part, part.training) for part in module.modules()]
+    # On some CPUs bitsandbytes repacks 4-bit weights at the first evaluation, for good and with coarser scales.
+    repacking = [part for part in module.modules() if getattr(part, "support_avx512bf16_for_cpu", False)]
     module.eval()
     try:
+        for part in repacking:
+            part.support_avx512bf16_for_cpu = False
         return module(input_ids=ids_BS, use_cache=False).logits.float()
     finally:
+        for part in repacking:
+            part.support_avx512bf16_for_cpu = True
         for part, training in modes:
             part.training = training

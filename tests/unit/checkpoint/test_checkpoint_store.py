@@ -21,7 +21,10 @@ from finetune.errors import CheckpointError, InputError
 
 def groups(value: float = 1.0, elements: int = 1000) -> dict[str, dict[str, torch.Tensor]]:
     return {
-        "trainable": {"b.weight": torch.full((elements,), value), "a.weight": torch.full((2, 3), value, dtype=torch.bfloat16)},
+        "trainable": {
+            "b.weight": torch.full((elements,), value),
+            "a.weight": torch.full((2, 3), value, dtype=torch.bfloat16),
+        },
         "optimizer": {"b.weight/exp_avg": torch.full((elements,), value / 2), "b.weight/step": torch.tensor(value)},
         "random": {"torch": torch.arange(16, dtype=torch.uint8)},
     }
@@ -67,7 +70,9 @@ def test_every_element_type_and_odd_shape_survives(tmp_path):
     for name, tensor in tensors.items():
         for other in (read[name], plain[name]):
             assert other.dtype == tensor.dtype
-            assert torch.equal(other.contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8))
+            assert torch.equal(
+                other.contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)
+            )
     assert not tensors["transposed"].is_contiguous()
 
 
@@ -238,7 +243,9 @@ def test_b78_disk_full_says_needed_and_free_bytes_and_keeps_the_old_one(small_di
     first = save(small_disk.path, 1, elements=1000)
     if not small_disk.mounted:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    with pytest.raises(CheckpointError, match=r"not enough disk space: 8,\d{3},\d{3} bytes needed, [\d,]+ free") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"not enough disk space: 8,\d{3},\d{3} bytes needed, [\d,]+ free"
+    ) as caught:
         save(small_disk.path, 2, elements=1_000_000)
     assert caught.value.exit_code == 2
     assert os.listdir(small_disk.path) == ["step-0000001"]
@@ -288,7 +295,9 @@ def test_b105_rehearsal_finds_what_would_fail(tmp_path):
         store.rehearse(tmp_path / "file" / "checkpoints", 1000)
     with pytest.raises(CheckpointError, match="name too long"):
         store.rehearse(tmp_path / ("x" * 300), 1000)
-    with pytest.raises(CheckpointError, match=r"not enough disk space: 1,000,000,000,000,000 bytes needed, [\d,]+ free"):
+    with pytest.raises(
+        CheckpointError, match=r"not enough disk space: 1,000,000,000,000,000 bytes needed, [\d,]+ free"
+    ):
         store.rehearse(tmp_path, 10**15)
 
 

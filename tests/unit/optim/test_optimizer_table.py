@@ -97,7 +97,9 @@ def test_b130_rank_4_on_width_32_steps_and_reports_its_state():
     named = parameters({"q.lora_A.default.weight": (4, 32), "q.lora_B.default.weight": (32, 4)})
     optimizer = build(OptimizerSection(name="adamw8bit"), named)
     take_steps(optimizer, named, 3)
-    assert state_bytes("adamw8bit", {n: p.numel() for n, p in named.items()}) == 2 * 128 * 8 == measured_bytes(optimizer)
+    assert (
+        state_bytes("adamw8bit", {n: p.numel() for n, p in named.items()}) == 2 * 128 * 8 == measured_bytes(optimizer)
+    )
 
 
 def test_adamw_equals_torch_with_the_sections_options():
