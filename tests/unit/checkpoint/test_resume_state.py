@@ -22,7 +22,6 @@ from finetune.config.schema import OptimizerSection
 from finetune.errors import CheckpointError, FinetuneError
 from finetune.optim.table import OPTIMIZERS, build
 
-
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
