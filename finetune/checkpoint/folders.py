@@ -13,7 +13,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from finetune.errors import CheckpointError
@@ -61,14 +61,26 @@ def remove(path: Path) -> None:
 
 
 def publish(new: Path, target: Path) -> None:
-    """Puts the durable folder `new` in the place of `target`. An existing one is moved aside first and deleted last."""
+    """Puts the durable folder `new` in the place of `target`; on a failure both are back where they were.
+
+    An existing target is moved aside first and deleted last.
+    """
     old = aside(target, "replaced")
     if target.exists() or target.is_symlink():
         remove(old)
         target.rename(old)
-    new.rename(target)
-    sync(target.parent)
-    remove(old)
+    try:
+        new.rename(target)
+        sync(target.parent)
+    except BaseException:
+        if not new.exists() and target.exists():
+            target.rename(new)
+        if old.exists() or old.is_symlink():
+            old.rename(target)
+        raise
+    # The new one is in place and durable: what cannot be deleted now is no failure of the write.
+    with suppress(OSError):
+        remove(old)
 
 
 def free_bytes(folder: Path) -> int:

@@ -17,6 +17,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,10 @@ def write(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], 
         files[FACTS] = _write_json(new / FACTS, facts)
         manifest = {"format": FORMAT, "step": step, "files": files}
         _write_json(new / MANIFEST, {**manifest, "sha256": _digest(manifest)})
-    clear_leftovers(folder)
-    _settle(folder)
+    # The checkpoint is durable: tidying up that fails (another run may do the same now) is left to the next write.
+    with suppress(OSError):
+        clear_leftovers(folder)
+        _settle(folder)
     return target
 
 

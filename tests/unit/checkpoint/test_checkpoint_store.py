@@ -190,8 +190,9 @@ def test_b76_keep_zero_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-@pytest.mark.parametrize("at", range(1, 8, 2))
-def test_b76_b78_a_save_that_fails_anywhere_leaves_the_first_and_nothing_else(tmp_path, monkeypatch, code, at):
+@pytest.mark.parametrize("step", [2, 1], ids=["next", "over"])
+@pytest.mark.parametrize("at", range(1, 13))
+def test_b76_b78_a_save_that_fails_anywhere_leaves_the_first_and_nothing_else(tmp_path, monkeypatch, code, at, step):
     first = save(tmp_path, 1)
     calls = iter(range(1, 1000))
     true_fsync = os.fsync
@@ -203,8 +204,9 @@ def test_b76_b78_a_save_that_fails_anywhere_leaves_the_first_and_nothing_else(tm
 
     monkeypatch.setattr(os, "fsync", failing_fsync)
     with pytest.raises(CheckpointError) as caught:
-        save(tmp_path, 2)
+        store.write(tmp_path, step, groups(9.0), {})
     monkeypatch.undo()
+    assert next(calls) == at + 1
     expected = "cannot write" if code == errno.EIO else "bytes needed"
     assert expected in str(caught.value)
     assert "the checkpoint step-0000001 is untouched" in str(caught.value)
