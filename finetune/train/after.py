@@ -11,17 +11,20 @@ from finetune.config.load import load_recipe
 from finetune.data.dataset import prepare
 from finetune.data.templates import load_template
 from finetune.environment import hub_offline
+from finetune.models.builtin import resolve
 from finetune.models.load import load_model, load_tokenizer
 from finetune.models.shapes import shape_for
 from finetune.planner.hardware import detect
 from finetune.planner.plan import decide
 
 from finetune.checkpoint import export as exports
+from finetune.checkpoint import verify
 from finetune.config.schema import Recipe
 from finetune.contracts import Model
 from finetune.errors import InputError, NotBuiltError
 from finetune.generate.engine import answer
 from finetune.generate.evaluate import Evaluator
+from finetune.kernels.precision import DTYPES
 from finetune.machine.collectives import World
 from finetune.tasks.text import TextTask
 from finetune.train.start import choose_device, resolve_precision
@@ -74,10 +77,10 @@ def export(run: Path, to: str, path: Path | None, repo: str | None) -> dict[str,
     target = path or run / "exports" / to
     if to == "adapter":
         exports.export_adapter(model, target)
-        difference = exports.verify_adapter(target, model)
+        difference = verify.verify_adapter(target, model, resolve(recipe.model.path))
     else:
-        exports.export_merged(model, target, precision)
-        difference = exports.verify_merged(target, model)
+        exports.export_merged(model, target, DTYPES[precision] if recipe.adapter.kind == "none" else None)
+        difference = verify.verify_merged(target, model)
     return {"kind": to, "path": str(target), "largest_logit_difference": difference}
 
 

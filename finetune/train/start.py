@@ -13,6 +13,7 @@ from finetune.data.loader import Order, total_steps
 from finetune.environment import Launch
 from finetune.models.load import load_model, load_tokenizer
 from finetune.models.shapes import shape_for
+from finetune.optim.groups import roles_of
 from finetune.optim.table import build
 from finetune.planner.hardware import detect
 from finetune.planner.plan import Decision, decide
@@ -23,6 +24,7 @@ from finetune.contracts import Model, Result
 from finetune.data import preflight
 from finetune.errors import InputError
 from finetune.generate.evaluate import Evaluator
+from finetune.kernels.precision import DTYPES
 from finetune.machine.collectives import World, join, leave
 from finetune.planner import report
 from finetune.tasks.text import TextTask
@@ -70,7 +72,7 @@ def _run(recipe: Recipe, launch: Launch, world: World) -> Result:
     for notice in model.notices:
         log.notice(notice)
     key = assemble(model, decision.plan, recipe.train.seed)
-    optimizer = build(recipe.optimizer, model.trainable())
+    optimizer = build(recipe.optimizer, model.trainable(), roles_of(model.module))
     job = Job(
         recipe, decision.plan, world, precision, folder, splits, order, TextTask(tokenizer.pad_token_id), model,
         optimizer, key, StopSignal(log), log, progress,
@@ -178,7 +180,7 @@ def export_result(model: Model, recipe: Recipe, folder: Path, precision: str) ->
     """Writes the run's result: `adapter/`, or `model/` of a full fine-tune."""
     if recipe.adapter.kind != "none":
         return export.export_adapter(model, folder / "adapter")
-    return export.export_merged(model, folder / "model", precision)
+    return export.export_merged(model, folder / "model", DTYPES[precision])
 
 
 def _already_complete(folder: Path, progress: Progress, log: Log) -> Result:
