@@ -195,6 +195,8 @@ def suggest(path: Path) -> str:
     for start in range(1, len(parts)):
         if parts[start:] in KEYS:
             return _belongs([".".join(parts[start:])])
+    if len(parts) > 1 and leaf in SECTIONS:
+        return f"{leaf} is a section of its own, at the top"
     if _placed(leaf):
         return _belongs(_placed(leaf))
     for name in (dotted, leaf):
