@@ -14,8 +14,6 @@ from pathlib import Path
 from finetune.errors import InputError
 
 YES = ("1", "true", "yes", "on")
-SHIPPED = {"recipes": "shipped_recipes", "data_templates": "shipped_templates"}
-"""Folder in a checkout: its name inside the installed package."""
 
 
 @dataclass(frozen=True)
@@ -121,5 +119,4 @@ def hub_offline() -> bool:
 def shipped_folder(kind: str) -> Path:
     """The shipped `recipes` or `data_templates`: inside the package when installed from a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parent
-    installed = package / SHIPPED[kind]
-    return installed if installed.is_dir() else package.parent / kind
+    return package / kind if (package / kind).is_dir() else package.parent / kind

@@ -89,13 +89,13 @@ def known_names() -> Known:
     return Known(tuple(OPTIMIZERS), tuple(SCHEDULES), tuple(template_names()))
 
 
-def recipe_of(arguments: Arguments, launch: Launch) -> Recipe:
-    """The recipe that a command line names. Raises ConfigError with all faults of both."""
+def recipe_of(arguments: Arguments, launch: Launch, faults: Sequence[Fault] = ()) -> Recipe:
+    """The recipe that a command line names. Raises ConfigError with all faults: those given, the words', the recipe's."""
     if arguments.source is None:
         remedy = f"write recipe=NAME or recipe=FILE. There are: {', '.join(recipe_names())}"
         missing = Fault(COMMAND_LINE, "no recipe is named", remedy)
-        raise ConfigError([*arguments.faults, missing, *override_faults(arguments.overrides)])
-    return loaded(arguments.source, arguments, launch, [])
+        raise ConfigError([*arguments.faults, *faults, missing, *override_faults(arguments.overrides)])
+    return loaded(arguments.source, arguments, launch, faults)
 
 
 def loaded(source: str | Path, arguments: Arguments, launch: Launch, faults: Sequence[Fault]) -> Recipe:

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     elif not rows:
         show(f"There are no runs in {root}/ yet.")
     else:
-        columns = ("run", "state", "model", "method", "steps", "loss_first", "loss_last", "eval_loss", "tokens_per_s")
+        columns = ("run", "state", "model", "method", "steps", "loss_last", "eval_loss", "tokens_per_s")
         show(table(columns, [[row.get(column) for column in columns] for row in rows]))
     return 0
 

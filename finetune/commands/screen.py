@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+PIPE_WIDTH = 200
+
 
 class Screen(Console):
     """A console that leaves a reader who went away (`| head`) to the command line, which ends quietly."""
@@ -21,6 +23,8 @@ class Screen(Console):
 def show(*renderables: Any) -> None:
     """Prints for a person."""
     screen = Screen()
+    if not screen.is_terminal:
+        screen = Screen(width=PIPE_WIDTH)  # nothing is folded for a program or a file
     for renderable in renderables:
         screen.print(renderable)
 

@@ -132,8 +132,8 @@ def read_words(words: Sequence[str]) -> Document:
     for word in words:
         name, equals, value = word.partition("=")
         path = tuple(name.split("."))
-        if not equals or not name:
-            document.faults.append(Fault(COMMAND_LINE, f"{word!r} is not understood", _remedy_of_word(word)))
+        if not equals or not name or name.startswith("-"):
+            document.faults.append(Fault(COMMAND_LINE, f"{word!r} is not understood", _remedy_of_word(name)))
             continue
         if path in document.places:
             document.fault(path, "given twice", "keep one")

@@ -118,7 +118,7 @@ def test_keys_that_are_refused_as_not_built_are_keys() -> None:
 def test_the_package_lists_every_room() -> None:
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     rooms = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in PACKAGE.rglob("*.py")}
-    assert set(setup["packages"]) == rooms | {"finetune.shipped_recipes", "finetune.shipped_templates"}
+    assert set(setup["packages"]) == rooms | {"finetune.recipes", "finetune.data_templates"}
 
 
 def test_warnings_of_our_own_code_are_errors() -> None:
