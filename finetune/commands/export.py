@@ -19,6 +19,7 @@ Examples:
   finetune export run=runs/x to=hub repo=name/model
 """
 KINDS = ("adapter", "merged", "hub")
+NOT_BUILT = ("fp8", "w8a8", "int4", "gguf")
 TAKES = Takes(
     own={
         "run": "a run's folder, or its name in runs/",
@@ -33,7 +34,11 @@ def main(arguments: list[str]) -> int:
     given = read(arguments, TAKES)
     kind, path, repo = (given.own.get(key) or "" for key in ("to", "path", "repo"))
     faults = given.need("to", "to=merged")
-    if kind and kind not in KINDS:
+    if kind in NOT_BUILT:
+        faults.append(
+            Fault(f"{COMMAND_LINE} to", f"to={kind} is not built yet in this version", f"one of {', '.join(KINDS)}")
+        )
+    elif kind and kind not in KINDS:
         close = nearest(kind, KINDS)
         remedy = f"did you mean to={close}?" if close else f"one of {', '.join(KINDS)}"
         faults.append(Fault(f"{COMMAND_LINE} to", f"there is no export {kind!r}", remedy))

@@ -61,8 +61,9 @@ def test_every_folder_is_on_the_map() -> None:
 
 
 def commands() -> list[list[str]]:
-    """`finetune` command lines of the README's blocks, as their words."""
-    text = "\n".join(blocks()).replace("\\\n", " ")
+    """`finetune` command lines of the README's fenced and indented blocks, as their words."""
+    indented = re.findall(r"^ {4,}(\S.*)$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    text = "\n".join([*blocks(), *indented]).replace("\\\n", " ")
     lines = re.findall(r"(?:^|&&\s*|-m )finetune((?: [^\n#&|]+)?)", text, re.MULTILINE)
     return [line.split() for line in lines if "=" in line or line.strip().split(" ")[0] in COMMANDS]
 

@@ -115,6 +115,12 @@ def test_keys_that_are_refused_as_not_built_are_keys() -> None:
     assert len(NOT_BUILT) == 8
 
 
+def test_the_names_of_trackers_are_those_that_are_driven() -> None:
+    from finetune.telemetry.metrics import TRACKERS
+
+    assert known_names().trackers == TRACKERS
+
+
 def test_the_package_lists_every_room() -> None:
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     rooms = {path.parent.relative_to(ROOT).as_posix().replace("/", ".") for path in PACKAGE.rglob("*.py")}
