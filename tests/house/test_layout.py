@@ -14,7 +14,9 @@ from tests.house.source import PACKAGE, ROOT, Module, functions, modules, parame
 LINES_OF_A_FILE = 400
 LINES_OF_A_FUNCTION = 60
 PARAMETERS = 6
-FORBIDDEN = {"utils", "util", "common", "misc", "manager", "helper", "helpers", "v2"}
+VERSIONS = {"v2"}
+"""Says nothing in a file's name; a function may read the second version of somebody's format."""
+FORBIDDEN = VERSIONS | {"utils", "util", "common", "misc", "manager", "helper", "helpers"}
 
 every_module = pytest.mark.parametrize("module", modules(), ids=repr)
 
@@ -83,7 +85,7 @@ def test_no_name_says_nothing() -> None:
             wrong.append(str(path.relative_to(ROOT)))
     for module in modules():
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and words(node.name) & FORBIDDEN:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and words(node.name) & FORBIDDEN - VERSIONS:
                 wrong.append(f"{module.name}.{node.name}")
     assert wrong == []
 
