@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -189,6 +190,15 @@ class StepResult:
     grad_norm: float
     seconds: float
     data_wait: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run: its folder, the adapter or model folder inside it (None: nothing was written), and `summary.json` read."""
+
+    dir: Path
+    result: Path | None
+    summary: Mapping[str, Any]
 
 
 class Task(Protocol):

@@ -1,0 +1,1 @@
+"""The words of the command line, one file a word. Each has HELP, TAKES and main(arguments) -> exit code."""

@@ -1,0 +1,31 @@
+"""`finetune evaluate`: a finished run on held-out rows."""
+
+from __future__ import annotations
+
+from finetune import environment
+from finetune.commands.arguments import Takes, loaded, read, run_of
+from finetune.commands.screen import show, show_json, table
+
+HELP = """
+Measures a finished run on its held-out rows, or on others.
+
+Examples:
+  finetune evaluate run=runs/x
+  finetune evaluate run=runs/x data.valid_path=other.jsonl evaluate.max_rows=100
+  finetune evaluate run=runs/x evaluate.sets.hard=hard.jsonl --json
+"""
+TAKES = Takes(own={"run": "a run's folder, or its name in runs/"}, overrides=True)
+
+
+def main(arguments: list[str]) -> int:
+    given = read(arguments, TAKES)
+    run = run_of(given, [], "run=runs/x")
+    loaded(run / "recipe.yaml", given, environment.launch(), [])
+    from finetune.train.after import evaluate
+
+    figures = evaluate(run, list(given.overrides))
+    if given.json:
+        show_json(figures)
+    else:
+        show(table(("metric", "value"), list(figures.items())))
+    return 0

@@ -1,0 +1,74 @@
+"""`finetune plan`: how a recipe would run, and the bytes and seconds that it would take. Nothing runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from finetune import environment
+from finetune.commands.arguments import Takes, notes_of_launch, read, recipe_of, tell
+from finetune.commands.screen import show, show_json
+from finetune.config.check import resolve_launch
+from finetune.errors import Fault, InputError, NothingFitsError
+
+if TYPE_CHECKING:
+    from finetune.planner.hardware import Hardware
+
+HELP = """
+Shows how a recipe would run on this machine, or on a pretend one, and what it would take. Nothing runs, no weights are
+read. Ends with exit code 3 when nothing fits.
+
+Examples:
+  finetune plan recipe=lora_llama3
+  finetune plan recipe=qlora_llama3 hardware=1x24GB,64GB
+  finetune plan recipe=full_llama3 plan.gpu_memory=24GiB --json
+"""
+TAKES = Takes(
+    own={"hardware": "a pretend machine: GPUs x memory, host memory (8x80GB,1TB)"}, recipe=True, overrides=True
+)
+KEYS = ("plan", "gpu_bytes", "host_bytes", "seconds_per_step", "tokens_per_s", "smallest", "alternatives")
+
+
+def main(arguments: list[str]) -> int:
+    given = read(arguments, TAKES)
+    launch = environment.launch()
+    pretend, faults = _pretend(given.own.get("hardware"))
+    if pretend is not None:
+        launch = replace(launch, world=max(1, pretend.gpus))
+    left_open = recipe_of(given, launch, faults)
+    recipe = resolve_launch(left_open, launch)
+    tell(notes_of_launch(left_open, recipe, launch), launch)
+    from finetune.models.shapes import shape_for
+    from finetune.planner import report
+    from finetune.planner.hardware import detect
+    from finetune.planner.plan import decide
+
+    shape = shape_for(recipe)
+    hardware = pretend or detect(recipe.device)
+    try:
+        decision = decide(recipe, shape, hardware, ranks=launch.world, longest_row=recipe.data.max_tokens)
+    except NothingFitsError as error:
+        if given.json:
+            show_json(_nothing(error))
+        raise
+    if given.json:
+        show_json(report.as_dict(decision, shape, recipe, hardware))
+    else:
+        show(report.render(decision, shape, recipe, hardware))
+    return 0
+
+
+def _pretend(text: str | None) -> tuple[Hardware | None, list[Fault]]:
+    """The machine that `hardware=` describes, or what is wrong with the description."""
+    if not text:
+        return None, []
+    from finetune.planner.hardware import parse
+
+    try:
+        return parse(text), []
+    except InputError as error:
+        return None, [error.fault]
+
+
+def _nothing(error: NothingFitsError) -> dict[str, Any]:
+    return {"fits": False, **dict.fromkeys(KEYS), "reasons": str(error).splitlines()}

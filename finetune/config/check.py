@@ -1,0 +1,266 @@
+"""Rules over two and more fields of a recipe, and what the launcher adds to one.
+
+Each rule is a generator that yields what contradicts; `RULES` lists them. The tables' names (optimizers, templates, ...)
+are handed in, since this room lies below the rooms that own them. A rule never changes a recipe: `resolve_launch` does, and
+only where the recipe leaves a choice open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from finetune.config.keys import nearest, show
+from finetune.config.schema import Recipe
+from finetune.environment import Launch
+from finetune.errors import Fault
+
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+
+NOT_BUILT: dict[str, tuple[object, ...]] = {
+    "plan.weights": ("auto", "resident"),
+    "plan.resident_blocks": ("auto",),
+    "plan.activation_offload": ("auto", False),
+    "plan.optimizer_placement": ("auto", "device"),
+    "plan.compile": ("auto", False),
+    "plan.shard": ("auto", 1),
+    "plan.tensor": ("auto", 1),
+    "plan.context": ("auto", 1),
+}
+"""Plan choices that this version lacks: the values that it does have."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """The names that recipes may use, as the rooms that own them list them."""
+
+    optimizers: tuple[str, ...]
+    schedules: tuple[str, ...]
+    templates: tuple[str, ...]
+    trackers: tuple[str, ...] = TRACKERS
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A contradiction between keys; the caller knows in which files they stand."""
+
+    keys: tuple[str, ...]
+    what: str
+    remedy: str
+
+
+Problems = Iterator[Problem]
+
+
+def check(recipe: Recipe, known: Known | None, launch: Launch) -> list[Fault]:
+    """Everything that contradicts in a recipe whose fields are right one by one."""
+    return [Fault(", ".join(p.keys), p.what, p.remedy) for p in problems(recipe, known, launch)]
+
+
+def problems(recipe: Recipe, known: Known | None, launch: Launch) -> list[Problem]:
+    """As `check`, with the keys apart. Without `known` no name is checked."""
+    found = [problem for rule in RULES for problem in rule(recipe)]
+    if known is not None:
+        found += _names(recipe, known)
+    for rule_of_launch in LAUNCH_RULES:
+        found += rule_of_launch(recipe, launch)
+    return found
+
+
+def _batch(recipe: Recipe) -> Problems:
+    train, data = recipe.train, recipe.data
+    if train.batch is None and train.batch_tokens is None:
+        what = "nothing says how much data makes one step"
+        yield Problem(("train.batch",), what, "give train.batch (rows) or train.batch_tokens (tokens)")
+    if train.batch is not None and train.batch_tokens is not None:
+        what = f"both are given: {train.batch} rows and {train.batch_tokens} tokens a step"
+        yield Problem(("train.batch", "train.batch_tokens"), what, "keep one; the other can be unset with =null")
+    elif train.batch_tokens is not None and train.batch_tokens < data.max_tokens:
+        what = f"a step of {train.batch_tokens} tokens cannot hold one row of {data.max_tokens}"
+        remedy = f"raise train.batch_tokens to at least {data.max_tokens}, or lower data.max_tokens"
+        yield Problem(("train.batch_tokens", "data.max_tokens"), what, remedy)
+
+
+def _adapter(recipe: Recipe) -> Problems:
+    adapter = recipe.adapter
+    if adapter.kind != "none":
+        if not adapter.targets:
+            yield Problem(("adapter.targets",), "no layer is named", "name layers, or write all-linear")
+        return
+    if recipe.model.base == "nf4":
+        what = "a base in 4 bits cannot be trained itself, and there is no adapter"
+        yield Problem(("model.base", "adapter.kind"), what, "write adapter.kind=lora (QLoRA), or model.base=same")
+    if adapter.path is not None:
+        what = f"an adapter is to be gone on from ({adapter.path}), and adapter.kind is none"
+        yield Problem(("adapter.path", "adapter.kind"), what, "write adapter.kind=lora, or leave adapter.path out")
+    for name in ("rank", "alpha", "dropout", "targets"):
+        value = getattr(adapter, name)
+        if value != type(adapter).model_fields[name].default:
+            what = f"adapter.{name} is {show(value)}, and adapter.kind is none: the whole model would be trained"
+            remedy = f"write adapter.kind=lora, or leave adapter.{name} out"
+            yield Problem((f"adapter.{name}", "adapter.kind"), what, remedy)
+
+
+def _data(recipe: Recipe) -> Problems:
+    data = recipe.data
+    if data.path is None:
+        yield Problem(("data.path",), "no data are named", "give data.path=FILE or a hub data set's id")
+    if data.valid_path is not None and data.valid_share > 0:
+        what = f"held-out rows are given ({data.valid_path}), and a share of {data.valid_share:g} of the training rows"
+        yield Problem(("data.valid_path", "data.valid_share"), what, "keep one")
+    if "valid" in recipe.evaluate.sets:
+        what = "valid is the name of the rows of data.valid_path"
+        yield Problem(("evaluate.sets.valid",), what, "give this set another name")
+
+
+def metrics(recipe: Recipe) -> tuple[str, ...]:
+    """The evaluation metrics that this recipe's held-out sets give."""
+    held_out = recipe.data.valid_path is not None or recipe.data.valid_share > 0
+    return (("eval_loss",) if held_out else ()) + tuple(f"{name}/eval_loss" for name in recipe.evaluate.sets)
+
+
+def _evaluation(recipe: Recipe) -> Problems:
+    given, every = metrics(recipe), recipe.evaluate.every
+    best = recipe.checkpoint.keep_best
+    hold_out = "give data.valid_path or data.valid_share"
+    if every is not None and not given:
+        yield Problem(("evaluate.every",), "there are no held-out rows to evaluate on", hold_out)
+    if best is not None and best not in given:
+        what = f"no evaluation set gives a metric {best!r}"
+        close = nearest(best, given)
+        remedy = f"did you mean {close}?" if close else f"this recipe gives: {', '.join(given) or f'none; {hold_out}'}"
+        yield Problem(("checkpoint.keep_best",), what, remedy)
+    if best is not None and every is None:
+        what = "the best checkpoint is to be kept, and nothing is evaluated between the first step and the last"
+        yield Problem(("checkpoint.keep_best", "evaluate.every"), what, "give evaluate.every=STEPS")
+    if recipe.train.stop_after is not None:
+        if every is None:
+            what = f"the run is to stop after {recipe.train.stop_after} evaluations without gain, and none is asked for"
+            yield Problem(("train.stop_after", "evaluate.every"), what, "give evaluate.every=STEPS")
+        if "eval_loss" not in given:
+            what = "the run is to stop by eval_loss, and there are no held-out rows"
+            yield Problem(("train.stop_after",), what, hold_out)
+
+
+def _built(recipe: Recipe) -> Problems:
+    for name, values in NOT_BUILT.items():
+        section, _, leaf = name.partition(".")
+        value = getattr(getattr(recipe, section), leaf)
+        if value not in values:
+            what = f"{name}={show(value)} is not built yet in this version"
+            yield Problem((name,), what, f"leave it out, or write {name}={show(values[-1])}")
+
+
+RULES: tuple[Callable[[Recipe], Problems], ...] = (_batch, _adapter, _data, _evaluation, _built)
+
+
+def _names(recipe: Recipe, known: Known) -> Problems:
+    """Names of table rows that no table has."""
+    named = [
+        ("optimizer.name", "optimizer", recipe.optimizer.name, known.optimizers),
+        ("schedule.name", "schedule", recipe.schedule.name, known.schedules),
+        *(("run.trackers", "tracker", name, known.trackers) for name in recipe.run.trackers),
+    ]
+    template = recipe.data.template
+    if not ("/" in template or "\\" in template or template.endswith((".yaml", ".yml"))):
+        named.append(("data.template", "template", template, known.templates))
+    for key, kind, name, names in named:
+        if name not in names:
+            close = nearest(name, names)
+            remedy = (f"did you mean {close}? " if close else "") + f"There are: {', '.join(sorted(names))}"
+            yield Problem((key,), f"there is no {kind} {name!r}", remedy)
+
+
+def _launcher(launch: Launch, flag: str) -> str:
+    """Where a value of the launcher comes from, in words."""
+    if launch.settings_file is None:
+        return f"the launcher's {flag}"
+    return f"the launcher's {flag} (on its command line or in {launch.settings_file})"
+
+
+def _launch_precision(recipe: Recipe, launch: Launch) -> Problems:
+    wanted, own = launch.mixed_precision, recipe.model.precision
+    key = "model.precision"
+    if wanted is None:
+        return
+    source = _launcher(launch, f"--mixed_precision {wanted}")
+    if wanted != "bf16":
+        what = f"{wanted} is asked for by {source}; this program computes in bf16 or fp32"
+        yield Problem((key,), what, "launch with --mixed_precision bf16 or no")
+    elif own not in ("auto", "bf16"):
+        what = f"the recipe says {own}, {source} says bf16"
+        yield Problem((key,), what, f"launch with --mixed_precision no, or write {key}=bf16")
+
+
+def accumulated_rows(recipe: Recipe, launch: Launch) -> int | None:
+    """The micro-batch that makes the launcher's accumulation steps: ceil(batch / (steps x processes)); None where it has none."""
+    if launch.accumulation is None or recipe.train.batch is None:
+        return None
+    return math.ceil(recipe.train.batch / (launch.accumulation * launch.world))
+
+
+def _launch_accumulation(recipe: Recipe, launch: Launch) -> Problems:
+    steps, pinned = launch.accumulation, recipe.plan.micro_batch
+    if steps is None:
+        return
+    source = _launcher(launch, f"--gradient_accumulation_steps {steps}")
+    if recipe.train.batch is None and recipe.train.batch_tokens is not None:
+        what = f"the step is {recipe.train.batch_tokens} tokens, and {source} cuts it by rows"
+        remedy = "launch without accumulation steps (the plan cuts a step as the memory needs), or give train.batch"
+        yield Problem(("train.batch_tokens",), what, remedy)
+    rows = accumulated_rows(recipe, launch)
+    if rows is not None and pinned not in ("auto", rows):
+        what = (
+            f"the recipe says {pinned}; {source} makes it {rows} "
+            f"(train.batch {recipe.train.batch} over {steps} steps and {launch.world} processes)"
+        )
+        yield Problem(("plan.micro_batch",), what, "keep one of the two")
+
+
+def _launch_processes(recipe: Recipe, launch: Launch) -> Problems:
+    if recipe.plan.data not in ("auto", launch.world):
+        what = f"the plan is pinned to {recipe.plan.data} processes, and the launcher started {launch.world}"
+        remedy = f"launch with --num_processes {recipe.plan.data}, or leave plan.data out"
+        yield Problem(("plan.data",), what, remedy)
+    if launch.use_cpu and recipe.device == "cuda":
+        what = f"the recipe says cuda, {_launcher(launch, '--cpu')} says cpu"
+        yield Problem(("device",), what, "leave out one of the two")
+
+
+def _launch_unfollowed(recipe: Recipe, launch: Launch) -> Problems:
+    flags = ["--use_fsdp"] * launch.fsdp + ["--use_deepspeed"] * launch.deepspeed + list(launch.other)
+    for flag in flags:
+        if flag in ("--use_fsdp", "--use_parallelism_config"):
+            what = "sharding (plan.shard, plan.tensor, plan.context) is not built yet in this version"
+        elif flag.startswith("--dynamo_backend"):
+            what = "compiling (plan.compile) is not built yet in this version"
+        elif flag.startswith("mpirun"):
+            what = "processes of mpirun do not find each other here"
+        else:
+            what = "this program does its own sharding and offloading, and does not run under it"
+        yield Problem((), f"{_launcher(launch, flag)}: {what}", "start with torchrun or accelerate launch, without it")
+
+
+LAUNCH_RULES: tuple[Callable[[Recipe, Launch], Problems], ...] = (
+    _launch_precision,
+    _launch_accumulation,
+    _launch_processes,
+    _launch_unfollowed,
+)
+
+
+def resolve_launch(recipe: Recipe, launch: Launch) -> Recipe:
+    """The recipe with the choices that it leaves open and the launcher makes: precision, device, micro-batch.
+
+    Promises nothing for a recipe and a launch that `check` finds fault with. Doing it twice changes nothing.
+    """
+    updates: dict[str, object] = {}
+    if launch.mixed_precision == "bf16" and recipe.model.precision == "auto":
+        updates["model"] = recipe.model.model_copy(update={"precision": "bf16"})
+    if launch.use_cpu and recipe.device == "auto":
+        updates["device"] = "cpu"
+    rows = accumulated_rows(recipe, launch)
+    if rows is not None and recipe.plan.micro_batch == "auto":
+        updates["plan"] = recipe.plan.model_copy(update={"micro_batch": rows})
+    return recipe.model_copy(update=updates) if updates else recipe

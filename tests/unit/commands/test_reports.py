@@ -1,0 +1,101 @@
+"""Words that report: plan, data, runs, and what they print as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.__main__ import main
+from finetune.config.load import load_recipe, save_recipe
+from finetune.environment import Launch
+
+PLAN_KEYS = {
+    "fits",
+    "plan",
+    "gpu_bytes",
+    "host_bytes",
+    "seconds_per_step",
+    "tokens_per_s",
+    "smallest",
+    "alternatives",
+    "reasons",
+}
+
+
+def report(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
+    """The JSON that a word prints, which must be all of its output."""
+    assert main([*words, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def make_run(folder: Path, *words: str, **figures: Any) -> None:
+    folder.mkdir(parents=True)
+    base = {"model": {"path": "builtin:tiny"}, "data": {"path": "x.jsonl"}, "train": {"batch": 4}}
+    save_recipe(load_recipe(base, words, None, Launch()), folder / "recipe.yaml")
+    if figures:
+        (folder / "summary.json").write_text(json.dumps(figures))
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    after = {"eval_loss": 1.5}
+    make_run(Path("runs/a"), "optimizer.lr=1e-4", steps=10, loss_first=3.0, loss_last=2.0, eval_after=after)
+    make_run(Path("runs/b"), "optimizer.lr=2e-4", "adapter.kind=lora", steps=10, loss_first=3.0, loss_last=1.0)
+    make_run(Path("runs/c"))
+    Path("runs/c/summary.json").write_text("{broken")
+    Path("runs/no-run").mkdir()
+    return tmp_path
+
+
+def test_runs_are_listed_with_what_they_came_to(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {row["run"]: row for row in report(capsys, "runs")}
+    assert sorted(rows) == ["a", "b", "c"]
+    assert (rows["a"]["loss_last"], rows["a"]["eval_loss"], rows["a"]["state"]) == (2.0, 1.5, "finished")
+    assert (rows["b"]["method"], rows["b"]["eval_loss"]) == ("lora", None)
+    assert (rows["c"]["state"], rows["c"]["loss_last"]) == ("no summary", None)
+    assert main(["runs"]) == 0
+    assert "no summary" in capsys.readouterr().out
+    assert report(capsys, "runs", "path=elsewhere") == []
+
+
+def test_two_runs_are_compared(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for names in ("a,b", "runs/a, runs/b"):
+        found = report(capsys, "runs", f"diff={names}")
+        assert found["recipe"] == {"adapter.kind": ["none", "lora"], "optimizer.lr": [1e-4, 2e-4]}
+        assert found["figures"]["loss_last"] == [2.0, 1.0]
+    assert main(["runs", "diff=a,b"]) == 0
+    assert "optimizer.lr" in capsys.readouterr().out
+    assert main(["runs", "diff=a,bb"]) == 2
+    assert "did you mean run=runs/b?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("hardware", "recipe"), [("1x24GB,64GB", "quickstart"), ("8x80GB,1TB", "lora_llama3")])
+def test_plan_prints_the_promised_keys(hardware: str, recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, "plan", f"recipe={recipe}", f"hardware={hardware}")
+    assert set(found) >= PLAN_KEYS
+    assert found["fits"] is True
+    assert main(["plan", f"recipe={recipe}", f"hardware={hardware}"]) == 0
+    assert "GiB" in capsys.readouterr().out
+
+
+def test_a_plan_that_does_not_fit_ends_with_3_and_says_so_in_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, "plan", "recipe=full_llama3", "hardware=1x24GB,64GB", code=3)
+    assert found["fits"] is False
+    assert set(found) >= PLAN_KEYS
+    assert main(["plan", "recipe=full_llama3", "hardware=1x24GB,64GB"]) == 3
+    assert "GiB" in capsys.readouterr().err
+
+
+def test_data_reports_every_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"input": f"She go to school {n}.", "target": f"She goes to school {n}."} for n in range(20)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("data", "recipe=quickstart", "model.path=builtin:tiny", f"data.path={path}", f"data.valid_path={path}")
+    found = report(capsys, *words)
+    assert list(found) == ["train", "valid"]
+    assert main(list(words)) == 0
+    assert "20" in capsys.readouterr().out
