@@ -161,7 +161,8 @@ class Model:
     """A causal language model, as the rooms above need it.
 
     `module` runs forward (peft's wrapper when there is an adapter); `base` is the transformers model inside; `backbone`
-    returns hidden states [B, S, D]; `head` is the output projection; `blocks` are the repeated units in order.
+    returns hidden states [B, S, D]; `head` is the output projection; `blocks` are the repeated units in order. `notices`
+    say what loading decided or changed; they are for the user to see.
     """
 
     module: nn.Module
@@ -172,6 +173,7 @@ class Model:
     tokenizer: Any
     shape: Shape
     source: str
+    notices: tuple[str, ...] = ()
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name, in model order."""

@@ -21,7 +21,7 @@ class Launch:
     """How this process was started.
 
     `mixed_precision` and `accumulation` are None at the launcher's defaults ("no" and 1): accelerate exports those
-    always, so they cannot be told from an unset value. `other` are launcher settings that this program does not
+    always, so they cannot be told from an unset value. `accelerate` is true under accelerate launch. `other` are launcher settings that this program does not
     follow. `one_of_several` says that several processes were asked for and the launcher started one (accelerate does so
     on a CPU). `settings_file` is accelerate's own configuration file, where there is one.
     """
@@ -35,6 +35,7 @@ class Launch:
     deepspeed: bool = False
     other: tuple[str, ...] = ()
     use_cpu: bool = False
+    accelerate: bool = False
     one_of_several: bool = False
     settings_file: Path | None = None
 
@@ -98,6 +99,7 @@ def launch(variables: Mapping[str, str] | None = None) -> Launch:
         deepspeed=_yes(variables, "ACCELERATE_USE_DEEPSPEED"),
         other=_other(variables),
         use_cpu=_yes(variables, "ACCELERATE_USE_CPU"),
+        accelerate=by_accelerate,
         one_of_several=by_accelerate and "MASTER_PORT" in variables and "WORLD_SIZE" not in variables,
         settings_file=settings if by_accelerate and settings.is_file() else None,
     )

@@ -134,7 +134,7 @@ def resolve_precision(recipe: Recipe, device: torch.device) -> str:
 def threads(world: World, launch: Launch, log: Log) -> None:
     """Uses every core on a CPU run of one process: accelerate's launcher sets one thread where nobody asked for that."""
     cores = detect("cpu").cores
-    if launch.asked_many and world.size == 1:
+    if launch.one_of_several and world.size == 1:
         log.warn(
             "several processes were asked for, but accelerate started one: on CPUs it leaves that to MPI. "
             "For several CPU processes: torchrun --nproc-per-node 2 -m finetune ..."
