@@ -115,8 +115,8 @@ class DataSection(Section):
     """Template column: the file's column, where the names differ."""
     max_tokens: Count = 2048
     """The length of a row."""
-    on_long: Literal["truncate", "drop", "error"] = "truncate"
-    """What happens to a document longer than max_tokens. Counted and shown."""
+    on_long: Literal["truncate", "drop", "error", "split"] = "truncate"
+    """What happens to a document longer than max_tokens (split: plain documents only). Counted and shown."""
     on_bad_row: Literal["error", "skip"] = "error"
     """What happens to a row that cannot be rendered. Skips are counted and shown."""
     pack: bool = False
