@@ -79,7 +79,7 @@ def _message(item: object, roles: Mapping[str, str], place: str, notes: set[str]
     content = _content(message.pop(content_key, None), content_key, place, notes)
     calls = _calls(message, place)
     if is_empty(content) and not (role == "assistant" and calls) and role not in MAY_BE_EMPTY:
-        what = f"{content_key!r} of a {role} message is empty"
+        what = f"{content_key!r} of the {role} message is empty"
         raise RowError(what, place, reason=what, remedy="write it, or set data.on_bad_row=skip")
     return {"role": role, "content": content, **message}
 

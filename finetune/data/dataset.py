@@ -305,8 +305,8 @@ class Preparation:
         if self.counts["injected"]:
             text = self.renderer.form.probe.injected if self.renderer.form else ""
             warnings.append(
-                f"{self.counts['injected']:,} rows have no system message, and the model's own chat template then adds "
-                f"{text!r}; it stands in training as it will when the model is asked"
+                f"{self.counts['injected']:,} of {total:,} rows have no system message, and the model's own chat "
+                f"template then adds {text!r}; it stands in training as it will when the model is asked"
             )
         if self.dropped[LOST]:
             middle = int(np.median(self.prompts))
@@ -315,7 +315,9 @@ class Preparation:
                 f"data.max_tokens={limit} (the median one has {middle} tokens); they are dropped"
             )
         if self.counts["seen in training"]:
-            warnings.append(f"{self.counts['seen in training']:,} documents also stand among the training rows")
+            warnings.append(
+                f"{self.counts['seen in training']:,} of {len(self.ids):,} documents also stand in the training rows"
+            )
         if self.renderer.template.kind == "text" and self.labels and not stopped:
             warnings.append("no document trains a stop token: the model will not learn where to stop")
         return [*warnings, self.misread] if self.misread else warnings

@@ -20,7 +20,7 @@ from finetune.data.preflight import DataReport
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents behind one another: ids, labels int32 [tokens]; starts int64 [documents + 1]; sources int64 [documents].
+    """Documents behind one another. ids, labels: int32 [tokens]; starts: int64 [documents + 1]; sources: [documents].
 
     `sources` are the documents' positions in the data file (0-based, after loading).
     """

@@ -162,7 +162,7 @@ def _json_array(path: str, text: str) -> Records:
     except json.JSONDecodeError as error:
         raise _json_error(path, error.lineno, error) from error
     except RecursionError as error:
-        raise DataError("JSON nested too deeply", where=path) from error
+        raise DataError("JSON nested too deeply", where=path, remedy="mend or remove the row") from error
     for number, row in enumerate(rows, start=1):
         _want_object(row, f"{path} row {number}")
     return Records(rows, path, list(range(1, len(rows) + 1)), "row")
@@ -204,7 +204,7 @@ def _json_lines(path: str, text: str) -> Records:
         except json.JSONDecodeError as error:
             raise _json_error(path, number, error) from error
         except RecursionError as error:
-            raise DataError("JSON nested too deeply", where=f"{path} line {number}") from error
+            raise DataError("JSON nested too deeply", f"{path} line {number}", "mend or remove the line") from error
         _want_object(row, f"{path} line {number}")
         rows.append(row)
         places.append(number)

@@ -2,7 +2,7 @@
 
 A template is one YAML file: columns, and either a prompt and an answer (jinja, sandboxed), or `kind: messages`, or
 `kind: text`. Where the tokenizer has a chat template, a prompt is asked as the user turn and the answer is the
-assistant turn (`chat: never` turns that off), since the model will be asked in that form; otherwise both are plain text.
+assistant turn (`chat: never` turns that off), since the model will be asked in that form; otherwise both are plain.
 """
 
 from __future__ import annotations
