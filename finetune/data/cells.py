@@ -1,0 +1,63 @@
+"""Cells of a record as the values a template wants: text, or JSON that may be kept as text.
+
+The rule for text columns: text is taken as it is; a whole or decimal number is converted with str() and counted, so the
+report shows it; anything else is a fault of the row. A fault names its column, and whether `data.on_bad_row=skip` may
+leave the row out.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from finetune.errors import DataError
+
+CONVERTED = "rows with a number converted to text"
+
+
+class RowError(DataError):
+    """One row that cannot be rendered. `reason` is the same for all rows of a kind, so that they can be counted."""
+
+    def __init__(self, what: str, where: str, reason: str = "", skippable: bool = True, remedy: str = "") -> None:
+        super().__init__(what, where=where, remedy=remedy)
+        self.reason = reason or what
+        self.skippable = skippable
+
+
+def is_empty(value: object) -> bool:
+    """None, NaN (an empty cell of a table of numbers) or white space only."""
+    return value is None or value != value or (isinstance(value, str) and not value.strip())
+
+
+def text_cell(value: object, column: str, where: str, notes: set[str]) -> str:
+    """The cell as text. None is ''. Adds to `notes` when a number was converted; raises RowError for other types."""
+    if value is None or value != value:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        notes.add(CONVERTED)
+        return str(value)
+    kind = type(value).__name__
+    raise RowError(
+        f"column {column!r} holds a {kind}; text is wanted",
+        where,
+        reason=f"{column!r} is a {kind}, not text",
+        remedy="write the value as a string",
+    )
+
+
+def json_cell(value: object, column: str, where: str) -> Any:
+    """The cell, parsed if it is JSON kept as text. Raises RowError for text that is not JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        raise RowError(
+            f"column {column!r} is text that is not JSON: {reason}",
+            where,
+            reason=f"{column!r} is text that is not JSON",
+            remedy="keep a list, or a list written as JSON text",
+        ) from error

@@ -1,0 +1,126 @@
+"""Which rows make which step, and rows to a batch. Everything here is a pure function; nothing remembers a position.
+
+The order of an epoch depends on (seed, epoch) alone, and a position is a number of rows consumed. So a run resumed
+anywhere, with any number of ranks or another batch size, goes on with the first row that was not yet seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from finetune.contracts import IGNORED, Batch, Row
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: `row` rows of this epoch's permutation have been consumed."""
+
+    epoch: int
+    row: int
+
+
+class Order:
+    """The rows of each step: `batch` rows, or as many as fit into `batch_tokens` (at least one)."""
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        batch: int | None,
+        batch_tokens: int | None,
+        seed: int,
+        shuffle: bool = True,
+    ) -> None:
+        if (batch is None) == (batch_tokens is None):
+            raise ValueError("give either batch or batch_tokens")
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.batch = batch
+        self.batch_tokens = batch_tokens
+        self.seed = seed
+        self.shuffle = shuffle
+
+    def permutation(self, epoch: int) -> np.ndarray:
+        """Row indices in the order of that epoch, int64 [rows]; counter-based, so no epoch needs the one before."""
+        if not self.shuffle:
+            return np.arange(len(self.lengths))
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence([self.seed, epoch]))).permutation(
+            len(self.lengths)
+        )
+
+    def batches(self, epoch: int, start: int = 0) -> list[np.ndarray]:
+        """The steps of an epoch from row offset `start` of its permutation on; the last one may be incomplete."""
+        rows = self.permutation(epoch)[start:]
+        if self.batch is not None:
+            return [rows[at : at + self.batch] for at in range(0, len(rows), self.batch)]
+        assert self.batch_tokens is not None
+        cuts, tokens = [0], 0
+        for at, length in enumerate(self.lengths[rows].tolist()):
+            if at > cuts[-1] and tokens + length > self.batch_tokens:
+                cuts.append(at)
+                tokens = 0
+            tokens += length
+        return [rows[first:last] for first, last in zip(cuts, [*cuts[1:], len(rows)], strict=True) if last > first]
+
+
+def total_steps(order: Order, epochs: float | None, max_steps: int | None) -> int:
+    """Optimizer steps of a run: `max_steps`, or those of `epochs`, the fewer if both are given; neither: one epoch.
+
+    A part of an epoch is that part of its steps, rounded up.
+    """
+    if epochs is None and max_steps is not None:
+        return max_steps
+    wanted = 1.0 if epochs is None else epochs
+    whole = int(wanted + 1e-9)
+    steps = _whole_epochs(order, whole)
+    part = wanted - whole
+    if part > 1e-9:
+        steps += math.ceil(part * len(order.batches(whole)) - 1e-9)
+    return steps if max_steps is None else min(steps, max_steps)
+
+
+def _whole_epochs(order: Order, epochs: int) -> int:
+    """With a fixed number of rows every epoch has as many steps; with tokens it depends on the permutation."""
+    if order.batch is not None:
+        return epochs * math.ceil(len(order.lengths) / order.batch)
+    return sum(len(order.batches(epoch)) for epoch in range(epochs))
+
+
+def micro_batches(rows: Sequence[int] | np.ndarray, rank: int, ranks: int, micro_batch: int) -> list[np.ndarray]:
+    """This rank's share of a step, rows[rank::ranks], cut into micro-batches; empty when rows are fewer than ranks."""
+    own = np.asarray(rows, dtype=np.int64)[rank::ranks]
+    return [own[at : at + micro_batch] for at in range(0, len(own), micro_batch)]
+
+
+def collate(rows: Sequence[Row], pad_id: int) -> Batch:
+    """Rows to one batch, padded on the right with `pad_id`. Padding is never trained, whatever its id.
+
+    When a row holds several documents, document ids count from 0 in each row, padding is one more document, and
+    positions restart at each; otherwise both are None, since causal order alone keeps padding from what stands before.
+    """
+    import torch
+
+    lengths = tuple(len(row.input_ids) for row in rows)
+    shape = (len(rows), max(lengths))
+    ids = np.full(shape, pad_id, dtype=np.int64)
+    labels = np.full(shape, IGNORED, dtype=np.int64)
+    for at, row in enumerate(rows):
+        ids[at, : lengths[at]] = row.input_ids
+        labels[at, : lengths[at]] = row.labels
+    packed = any(len(row.document_lengths) > 1 for row in rows)
+    documents, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    if packed:
+        for at, row in enumerate(rows):
+            parts = [*row.document_lengths, shape[1] - lengths[at]]
+            documents[at] = np.repeat(np.arange(len(parts)), parts)
+            positions[at] = np.concatenate([np.arange(part) for part in parts])
+    return Batch(
+        input_ids=torch.from_numpy(ids),
+        labels=torch.from_numpy(labels),
+        row_ids=torch.tensor([row.id for row in rows], dtype=torch.int64),
+        document_ids=torch.from_numpy(documents) if packed else None,
+        positions=torch.from_numpy(positions) if packed else None,
+        lengths=lengths,
+    )

@@ -1,0 +1,218 @@
+"""Template files: each shipped one's worked example, a user's own, and every way in which one can be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_forms import CHATML, tiny_tokenizer
+
+from finetune.data.cells import RowError
+from finetune.data.templates import load_template, template_names
+from finetune.errors import ConfigError, DataError
+
+SHIPPED = ("alpaca", "grammar", "messages", "summarize", "text")
+OWN = (
+    "columns: {question: {required: true}, reply: {required: true}}\n"
+    "prompt: 'Q: {{ question }}\n\n  A:'\nanswer: ' {{ reply }}'\n"
+)
+
+
+def test_every_shipped_template_is_known() -> None:
+    assert tuple(template_names()) == SHIPPED
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_worked_example(name: str) -> None:
+    template = load_template(name)
+    assert template.name == name
+    assert template.description
+    assert set(template.example) - {"record"}
+    for form, tokenizer in (("plain", tiny_tokenizer()), ("chat", tiny_tokenizer(CHATML))):
+        expected = template.example.get(form)
+        if expected is None:
+            assert (name, form) in {("messages", "plain"), ("text", "chat")}
+            continue
+        rendered = template.render(template.example["record"], "example", tokenizer)
+        assert rendered.text == expected["text"]
+        assert [rendered.text[start:end] for start, end in rendered.spans] == expected["trained"]
+
+
+def test_an_optional_column_may_be_absent_or_empty() -> None:
+    alpaca = load_template("alpaca")
+    rows = [{"instruction": "Go.", "output": "Gone."} | extra for extra in ({}, {"input": None}, {"input": ""})]
+    texts = {alpaca.render(row, "x", tiny_tokenizer()).text for row in rows}
+    assert len(texts) == 1
+    assert "### Input" not in texts.pop()
+
+
+def test_train_on_all_learns_the_prompt_too() -> None:
+    record = {"input": "a", "target": "b"}
+    for tokenizer in (tiny_tokenizer(), tiny_tokenizer(CHATML)):
+        rendered = load_template("grammar").render(record, "x", tokenizer, "all")
+        assert rendered.spans == ((0, len(rendered.text.rstrip())),)
+
+
+def test_a_template_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(OWN)
+    template = load_template(str(path))
+    record = {"question": "Why?", "reply": "Because."}
+    rendered = template.render(record, "x", tiny_tokenizer())
+    assert rendered.text == "Q: Why?\nA: Because.</s>"
+    assert rendered.text[slice(*rendered.spans[0])] == " Because.</s>"
+    assert template.render(record, "x", tiny_tokenizer(CHATML)).text.startswith(
+        "<|im_start|>user\nQ: Why?\nA:<|im_end|>"
+    )
+    path.write_text(OWN + "chat: never\n")
+    assert load_template(str(path)).render(record, "x", tiny_tokenizer(CHATML)).text == "Q: Why?\nA: Because.</s>"
+
+
+def test_own_templates_in_the_working_folder_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data_templates").mkdir()
+    (tmp_path / "data_templates" / "mine.yaml").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    assert load_template("mine").name == "mine"
+    assert set(template_names()) == {*SHIPPED, "mine"}
+
+
+def test_an_unknown_template_names_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"no template 'alpacca'[\s\S]*templates: alpaca, grammar[\s\S]*nearest: 'alpaca'"
+    ):
+        load_template("alpacca")
+    with pytest.raises(DataError, match=r"no such template file"):
+        load_template(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("promt: x\n", "unknown key 'promt'"),
+        ("kind: chat\n", "kind is 'chat'"),
+        ("chat: always\n", "chat is 'always'"),
+        ("kind: text\n", "kind text wants jinja texts text"),
+        ("kind: messages\n", "kind messages wants jinja texts .none."),
+        ("prompt: '{{ qestion }}'\n", "prompt uses 'qestion', which is no column .*nearest: 'question'"),
+        ("answer: '{{ reply'\n", "answer is not a jinja text"),
+        ("columns: [question]\n", "columns are missing"),
+        ("columns: {question: {needed: true}}\n", "may say required and also"),
+        ("columns: {question: {required: 1}}\n", "required is true or false"),
+        ("prompt: {{{\n", "not a readable YAML file"),
+        ("answer: 3\n", "look at 'answer'"),
+    ],
+)
+def test_a_wrong_template_names_its_file_and_fault(tmp_path: Path, change: str, message: str) -> None:
+    path = tmp_path / "mine.yaml"
+    key = change.split(":")[0]
+    kept = [line for line in OWN.replace("\n\n  ", "\\n").splitlines() if not line.startswith(key + ":")]
+    path.write_text("\n".join(kept) + "\n" + change)
+    with pytest.raises(DataError, match=message) as caught:
+        load_template(str(path))
+    assert str(path) in str(caught.value)
+    path.write_text("- a\n- list\n")
+    with pytest.raises(DataError, match=r"a mapping of keys"):
+        load_template(str(path))
+
+
+def test_jinja_is_sandboxed(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("columns: {a: {required: true}}\nprompt: \"{{ a.__class__.__mro__ }}\"\nanswer: '{{ a }}'\n")
+    with pytest.raises(DataError, match=r"prompt cannot be written"):
+        load_template(str(path)).render({"a": "x"}, "x", tiny_tokenizer())
+
+
+def test_b45_a_missing_column_names_file_row_columns_and_the_nearest(prepared: Callable[..., Any]) -> None:
+    with pytest.raises(DataError) as caught:
+        prepared([{"TEXT": "one", "id": 1}], template="text")
+    message = str(caught.value)
+    assert "rows.jsonl line 1: the column 'text' that the template 'text' needs is missing" in message
+    assert "columns found: TEXT, id; nearest: 'TEXT'" in message
+    assert "data.columns.text=NAME" in message
+    good = {"instruction": "Go.", "output": "Gone."}
+    rows = [good, {"instruction": "Go.", "answer": "Gone."}, good]
+    with pytest.raises(DataError, match=r"line 2: the column 'output' .* columns found: instruction, answer"):
+        prepared(rows, template="alpaca")
+    report = prepared(rows, template="alpaca", on_bad_row="skip").train.report
+    assert report.dropped == {"the column 'output' is missing": 1}
+    assert report.documents == 2
+    assert report.places["the column 'output' is missing"] == ("line 2",)
+    with pytest.raises(DataError, match=r"the column 'output' .* is missing"):
+        prepared([rows[1]] * 3, template="alpaca", on_bad_row="skip")
+
+
+def test_columns_are_mapped_by_name(prepared: Callable[..., Any]) -> None:
+    rows = [{"question": "Go.", "reply": "Gone."}]
+    columns = {"instruction": "question", "output": "reply"}
+    mapped = prepared(rows, template="alpaca", columns=columns).train
+    assert (
+        mapped.fingerprint == prepared([{"instruction": "Go.", "output": "Gone."}], template="alpaca").train.fingerprint
+    )
+    with pytest.raises(DataError, match=r"no column 'instuction'[\s\S]*nearest: 'instruction'"):
+        prepared(rows, template="alpaca", columns={"instuction": "question"})
+    with pytest.raises(DataError, match=r"the column 'repply' .*nearest: 'reply'"):
+        prepared(rows, template="alpaca", columns={**columns, "output": "repply"})
+    with pytest.raises(DataError, match=r"the column 'context' .*is missing"):
+        prepared(rows, template="alpaca", columns={**columns, "input": "context"})
+
+
+def test_b47_null_and_empty_contents_by_policy(prepared: Callable[..., Any]) -> None:
+    rows: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": f"Hi {n}"}, {"role": "assistant", "content": "Hello"}]}
+        for n in range(20)
+    ]
+    rows[12]["messages"][1]["content"] = None
+    rows[16]["messages"][0]["content"] = ""
+    rows[18]["messages"] = []
+    with pytest.raises(DataError) as caught:
+        prepared(rows)
+    message = str(caught.value)
+    assert "3 of 20 rows cannot be used" in message
+    assert "line 13, message 2: 'content' of the assistant message is empty" in message
+    assert "line 17, message 1: 'content' of the user message is empty" in message
+    assert "line 19: column 'messages' is empty" in message
+    report = prepared(rows, on_bad_row="skip").train.report
+    assert (report.rows_in, report.rows_kept, sum(report.dropped.values())) == (20, 17, 3)
+    assert sorted(place for places in report.places.values() for place in places) == ["line 13", "line 17", "line 19"]
+    many = [{"text": None}] * 7 + [{"text": "one"}]
+    with pytest.raises(DataError, match=r"7 of 8 rows cannot be used \(the first 5\)") as caught:
+        prepared(many, template="text")
+    assert "line 5" in str(caught.value)
+    assert "line 6" not in str(caught.value)
+
+
+def test_b52_numbers_become_text_and_are_counted_other_values_are_refused(prepared: Callable[..., Any]) -> None:
+    rows: list[dict[str, Any]] = [
+        {"input": "6 * 7", "target": 42},
+        {"input": 1.5, "target": "x"},
+        {"input": "a", "target": "b"},
+    ]
+    held = prepared(rows, template="grammar").train
+    assert held.report.notes == {"rows with a number converted to text": 2}
+    assert held.report.places["rows with a number converted to text"] == ("line 1", "line 2")
+    tokenizer = tiny_tokenizer(CHATML)
+    assert "42<|im_end|>" in tokenizer.decode(held[0].input_ids.tolist())
+    for value, kind in ((True, "bool"), (["a"], "list"), ({"a": 1}, "dict")):
+        with pytest.raises(RowError, match=f"line 2: column 'target' holds a {kind}; text is wanted"):
+            prepared([rows[2], {"input": "a", "target": value}], template="grammar")
+
+
+def test_contradictions_are_listed_together(prepared: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        prepared(
+            [{"text": "a"}],
+            template="text",
+            train_on="last",
+            valid_path="x.jsonl",
+            valid_share=0.1,
+            recipe={"evaluate": {"sets": {"valid": "y.jsonl"}}},
+        )
+    assert [fault.where for fault in caught.value.faults] == [
+        "data.valid_share",
+        "evaluate.sets.valid",
+        "data.train_on",
+    ]
+    with pytest.raises(ConfigError, match=r"only plain documents"):
+        prepared([{"messages": []}], on_long="split")
