@@ -77,6 +77,12 @@ def tiny(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+def method(recipe: dict[str, Any], kind: str) -> dict[str, Any]:
+    """A copy that trains with LoRA, or (none) every parameter, at a rate that suits both."""
+    copy = changed(recipe, optimizer__lr=1e-3)
+    return copy if kind == "lora" else changed(copy, adapter={"kind": "none"})
+
+
 def changed(recipe: dict[str, Any], **dotted: Any) -> dict[str, Any]:
     """A copy of a recipe with `section__key=value` changes."""
     copy = json.loads(json.dumps(recipe))

@@ -65,27 +65,32 @@ class Order:
         return [rows[first:last] for first, last in zip(cuts, [*cuts[1:], len(rows)], strict=True) if last > first]
 
 
-def total_steps(order: Order, epochs: float | None, max_steps: int | None) -> int:
+def total_steps(
+    order: Order, epochs: float | None, max_steps: int | None, position: Position | None = None, done: int = 0
+) -> int:
     """Optimizer steps of a run: `max_steps`, or those of `epochs`, the fewer if both are given; neither: one epoch.
 
-    A part of an epoch is that part of its steps, rounded up.
+    A part of an epoch is that part of its steps, rounded up. A run that goes on from `position` after `done` steps
+    counts those and what remains, so another batch size on resume ends at the same row.
     """
     if epochs is None and max_steps is not None:
         return max_steps
     wanted = 1.0 if epochs is None else epochs
-    whole = int(wanted + 1e-9)
-    steps = _whole_epochs(order, whole)
-    part = wanted - whole
-    if part > 1e-9:
-        steps += math.ceil(part * len(order.batches(whole)) - 1e-9)
+    at = position or Position(0, 0)
+    steps = done
+    for epoch in range(at.epoch, math.ceil(wanted - 1e-9)):
+        whole = _steps_of(order, epoch, 0)
+        left = _steps_of(order, epoch, at.row) if epoch == at.epoch else whole
+        share = math.ceil(min(1.0, wanted - epoch) * whole - 1e-9)
+        steps += max(0, share - (whole - left))
     return steps if max_steps is None else min(steps, max_steps)
 
 
-def _whole_epochs(order: Order, epochs: int) -> int:
+def _steps_of(order: Order, epoch: int, start: int) -> int:
     """With a fixed number of rows every epoch has as many steps; with tokens it depends on the permutation."""
     if order.batch is not None:
-        return epochs * math.ceil(len(order.lengths) / order.batch)
-    return sum(len(order.batches(epoch)) for epoch in range(epochs))
+        return math.ceil((len(order.lengths) - start) / order.batch)
+    return len(order.batches(epoch, start))
 
 
 def micro_batches(rows: Sequence[int] | np.ndarray, rank: int, ranks: int, micro_batch: int) -> list[np.ndarray]:

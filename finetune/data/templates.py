@@ -114,6 +114,7 @@ class Renderer:
 
     def __init__(self, template: Template, tokenizer: Any, train_on: str = "assistant") -> None:
         self.template = template
+        self.tokenizer = tokenizer
         self.train_on = train_on
         chat = template.kind == "messages" or (template.kind == "prompt" and template.chat)
         has_form = bool(getattr(tokenizer, "chat_template", None))
@@ -151,6 +152,21 @@ class Renderer:
             values = self._values(cells, names, where, notes)
             rendered = self._text(values, notes) if self.template.kind == "text" else self._asked(values, where, notes)
         return replace(rendered, notes=tuple(sorted(notes)))
+
+    def prompt(self, text: str) -> str:
+        """What the model is given to answer `text` (the template's first required column, or a user's turn)."""
+        first, *others = [column.name for column in self.template.columns if column.required]
+        if self.template.kind == "text":
+            return self._begun(text)
+        if self.template.kind == "messages":
+            turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "answer"}]
+            record: dict[str, Any] = {first: turns}
+        else:
+            record = {first: text, **dict.fromkeys(others, "answer")}
+        named = {self.template.mapping.get(name, name): value for name, value in record.items()}
+        asked = Renderer(self.template, self.tokenizer) if self.train_on == "all" else self
+        rendered = asked.render(named, "the prompt")
+        return rendered.text[: rendered.spans[0][0]]
 
     def _cells(self, record: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, str]]:
         missing = self.template.missing(record)

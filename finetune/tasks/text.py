@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from finetune.data.loader import collate
-from finetune.memory.chunked_loss import loss_sum
-from finetune.models.decoder import hidden_states
 from torch import Tensor
 
 from finetune.contracts import IGNORED, Batch, Model, Plan, Row
+from finetune.data.loader import collate
+from finetune.memory.chunked_loss import loss_sum
+from finetune.models.decoder import hidden_states
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TextTask:
     def loss_sum(self, model: Model, batch: Batch, plan: Plan) -> Tensor:
         """The summed cross-entropy of the batch's trained tokens: fp32 scalar."""
         hidden_BSD = hidden_states(model, batch)
-        return loss_sum(hidden_BSD, model.head, batch.labels, plan.loss_chunk)
+        return loss_sum(hidden_BSD, model.head, batch.labels, plan.loss_chunk, model.base.config)
 
 
 def prompt_and_answer(row: Row) -> tuple[list[int], list[int]]:

@@ -7,25 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from finetune.config.load import load_recipe
-from finetune.data.dataset import prepare
-from finetune.data.templates import load_template
-from finetune.environment import hub_offline
-from finetune.models.builtin import resolve
-from finetune.models.load import load_model, load_tokenizer
-from finetune.models.shapes import shape_for
-from finetune.planner.hardware import detect
-from finetune.planner.plan import decide
 
 from finetune.checkpoint import export as exports
 from finetune.checkpoint import verify
+from finetune.config.load import load_recipe
 from finetune.config.schema import Recipe
 from finetune.contracts import Model
+from finetune.data.dataset import prepare
+from finetune.data.templates import Renderer, load_template
+from finetune.environment import hub_offline
 from finetune.errors import InputError, NotBuiltError
 from finetune.generate.engine import answer
 from finetune.generate.evaluate import Evaluator
 from finetune.kernels.precision import DTYPES
 from finetune.machine.collectives import World
+from finetune.models.load import load_model, load_tokenizer
+from finetune.models.shapes import shape_for
+from finetune.models.source import locate
+from finetune.planner.hardware import detect
+from finetune.planner.plan import decide
 from finetune.tasks.text import TextTask
 from finetune.train.start import choose_device, resolve_precision
 
@@ -53,8 +53,7 @@ def finished_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
 def _load(recipe: Recipe) -> tuple[Model, str, torch.device]:
     device = torch.device(choose_device(recipe))
     precision = resolve_precision(recipe, device)
-    model = load_model(recipe, device, precision)
-    model.module.eval()
+    model = load_model(recipe, device, precision, training=False)
     return model, precision, device
 
 
@@ -77,7 +76,7 @@ def export(run: Path, to: str, path: Path | None, repo: str | None) -> dict[str,
     target = path or run / "exports" / to
     if to == "adapter":
         exports.export_adapter(model, target)
-        difference = verify.verify_adapter(target, model, resolve(recipe.model.path))
+        difference = verify.verify_adapter(target, model, locate(recipe.model).place)
     else:
         exports.export_merged(model, target, DTYPES[precision] if recipe.adapter.kind == "none" else None)
         difference = verify.verify_merged(target, model)
@@ -113,8 +112,8 @@ def generate(run: Path, prompts: Sequence[str], overrides: Sequence[str] = ()) -
     """An answer to each prompt, put through the template that the run was trained with."""
     recipe = finished_recipe(run, overrides)
     tokenizer = load_tokenizer(recipe.model)
-    template = load_template(recipe.data.template)
-    ids = [template.prompt_ids(prompt, tokenizer) for prompt in prompts]
+    renderer = Renderer(load_template(recipe.data.template).mapped(recipe.data.columns), tokenizer)
+    ids = [tokenizer(renderer.prompt(prompt), add_special_tokens=False)["input_ids"] for prompt in prompts]
     model, precision, _ = _load(recipe)
     return answer(model, ids, recipe.generate, precision, recipe.train.seed)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from finetune.data.dataset import Splits
-from finetune.data.loader import Order, Position
-from finetune.kernels.keyed_dropout import DrawKey
 from torch.optim import Optimizer
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Model, Plan
+from finetune.data.dataset import Splits
+from finetune.data.loader import Order, Position
+from finetune.kernels.keyed_dropout import DrawKey
 from finetune.machine.collectives import World
 from finetune.tasks.text import TextTask
 from finetune.telemetry.log import Log

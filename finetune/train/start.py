@@ -7,26 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from finetune.config.load import save_recipe
-from finetune.data.dataset import prepare
-from finetune.data.loader import Order, total_steps
-from finetune.environment import Launch
-from finetune.models.load import load_model, load_tokenizer
-from finetune.models.shapes import shape_for
-from finetune.optim.groups import roles_of
-from finetune.optim.table import build
-from finetune.planner.hardware import detect
-from finetune.planner.plan import Decision, decide
 
 from finetune.checkpoint import export, store
+from finetune.config.load import save_recipe
 from finetune.config.schema import Recipe
 from finetune.contracts import Model, Result
 from finetune.data import preflight
+from finetune.data.dataset import prepare
+from finetune.data.loader import Order, total_steps
+from finetune.environment import Launch
 from finetune.errors import InputError
 from finetune.generate.evaluate import Evaluator
 from finetune.kernels.precision import DTYPES
 from finetune.machine.collectives import World, join, leave
+from finetune.models.load import load_model, load_tokenizer
+from finetune.models.shapes import shape_for
+from finetune.optim.groups import roles_of
+from finetune.optim.table import build
 from finetune.planner import report
+from finetune.planner.hardware import detect
+from finetune.planner.plan import Decision, decide
 from finetune.tasks.text import TextTask
 from finetune.telemetry import memory, metrics
 from finetune.telemetry.log import Log
@@ -54,12 +54,12 @@ def _run(recipe: Recipe, launch: Launch, world: World) -> Result:
     folder, checkpoint = run_folder(recipe, world, log)
     tokenizer = load_tokenizer(recipe.model)
     splits = prepare(recipe, tokenizer)
-    log.say(preflight.render(splits))
-    preflight.check(splits)
+    for rows in (splits.train, *splits.evaluate.values()):
+        log.say(preflight.render(rows.report))
     order = Order(splits.train.lengths, recipe.train.batch, recipe.train.batch_tokens, recipe.train.seed)
     saved = state.read(checkpoint, recipe, splits.train.fingerprint) if checkpoint else None
     progress = state.progress_of(saved[1]) if saved else Progress()
-    steps = steps_in_all(recipe, order, progress)
+    steps = total_steps(order, recipe.train.epochs, recipe.train.max_steps, progress.position, progress.step)
     for notice in saved[2] if saved else []:
         log.notice(notice)
     if saved and progress.complete and progress.step >= steps and (folder / "summary.json").exists():
@@ -142,15 +142,6 @@ def threads(world: World, launch: Launch, log: Log) -> None:
     if world.device.type == "cpu" and world.size == 1 and launch.accelerate and torch.get_num_threads() < cores:
         log.notice(f"using {cores} CPU threads (the launcher had set {torch.get_num_threads()})")
         torch.set_num_threads(cores)
-
-
-def steps_in_all(recipe: Recipe, order: Order, progress: Progress) -> int:
-    """The length of the schedule: steps done and those that remain from the data position."""
-    if progress.step == 0:
-        return total_steps(order, recipe.train.epochs, recipe.train.max_steps)
-    return progress.step + total_steps(
-        order, recipe.train.epochs, recipe.train.max_steps, progress.position, progress.step
-    )
 
 
 def rehearse(job: Job, decision: Decision) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from finetune.config.load import recipe_differences
 
 from finetune.checkpoint import resume, store
+from finetune.config.load import recipe_differences
 from finetune.config.schema import Recipe
 from finetune.errors import CheckpointError
 from finetune.train.job import Job, Progress

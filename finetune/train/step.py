@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterable, Sequence
 
 import torch
-from finetune.data.loader import micro_batches
-from finetune.optim.schedule import rate
 from torch import Tensor
 
 from finetune.contracts import Batch, StepResult
+from finetune.data.loader import micro_batches
 from finetune.errors import DataError, DivergedError
 from finetune.kernels.precision import compute
+from finetune.optim.schedule import rate
 from finetune.train.job import Job, StopAskedError
 
 
@@ -61,7 +61,7 @@ def train_step(job: Job, rows: Sequence[int], steps: int) -> StepResult:
 def _backward(job: Job, batch: Batch, count: float) -> Tensor:
     """Adds the micro-batch's share of the gradient; returns its summed loss, detached, still on the device."""
     on_device = batch.to(job.world.device)
-    job.key.step, job.key.row_ids = job.progress.step, on_device.row_ids
+    job.key.set(job.progress.step, on_device.row_ids)
     with compute(job.world.device, job.precision):
         loss = job.task.loss_sum(job.model, on_device, job.plan)
     (loss / count).backward()
@@ -110,7 +110,7 @@ def _diverged(job: Job, batches: list[Batch], losses: list[Tensor], loss: float,
 
 def _row_is_finite(job: Job, row: int) -> bool:
     batch = job.task.collate([job.splits.train[row]]).to(job.world.device)
-    job.key.row_ids = batch.row_ids
+    job.key.set(job.progress.step, batch.row_ids)
     with torch.no_grad(), compute(job.world.device, job.precision):
         return math.isfinite(float(job.task.loss_sum(job.model, batch, job.plan)))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import finetune
-from tests.conftest import changed
+from tests.conftest import changed, method
 from tests.runs.history import column, same_bits
 from tests.runs.test_resume import interrupted
 
@@ -23,7 +23,7 @@ def on_gpu(tiny: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["none", "lora"])
 def test_fp32_losses_equal_the_cpu(tiny: dict[str, Any], tmp_path: Path, kind: str) -> None:
-    recipe = changed(tiny, adapter__kind=kind, model__precision="fp32", optimizer__lr=1e-3)
+    recipe = changed(method(tiny, kind), model__precision="fp32", optimizer__lr=1e-3)
     for device in ("cpu", "cuda"):
         finetune.run(changed(recipe, device=device, run__dir=str(tmp_path / device)))
     assert column(tmp_path / "cuda", "loss") == pytest.approx(column(tmp_path / "cpu", "loss"), abs=1e-3)
@@ -33,8 +33,10 @@ def test_fp32_losses_equal_the_cpu(tiny: dict[str, Any], tmp_path: Path, kind: s
     ("kind", "base", "optimizer"),
     [("none", "same", "adamw"), ("none", "same", "adamw8bit"), ("lora", "same", "adamw"), ("lora", "nf4", "adamw8bit")],
 )
-def test_bf16_resumes_to_the_same_bits(on_gpu: dict[str, Any], tmp_path: Path, kind: str, base: str, optimizer: str) -> None:
-    recipe = changed(on_gpu, adapter__kind=kind, model__base=base, optimizer__name=optimizer, data__pack=True)
+def test_bf16_resumes_to_the_same_bits(
+    on_gpu: dict[str, Any], tmp_path: Path, kind: str, base: str, optimizer: str
+) -> None:
+    recipe = changed(method(on_gpu, kind), model__base=base, optimizer__name=optimizer, data__pack=True)
     finetune.run(changed(recipe, run__dir=str(tmp_path / "straight")))
     losses = column(tmp_path / "straight", "loss")
     assert losses[-1] < losses[0]

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+
+import finetune
 from finetune.config.load import load_recipe
+from finetune.contracts import IGNORED
 from finetune.data.dataset import prepare
 from finetune.data.loader import Order
 from finetune.models.builtin import resolve
 from finetune.models.load import load_tokenizer
-
-import finetune
-from finetune.contracts import IGNORED
-from tests.conftest import alpaca_rows, changed, write_jsonl
+from tests.conftest import alpaca_rows, changed, method, write_jsonl
 
 STEPS = 50
 
@@ -92,7 +92,7 @@ def recipe(tiny: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("pack", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("kind", ["none", "lora"], ids=["full", "lora"])
 def test_fifty_steps_equal_the_plain_loop(recipe: dict[str, Any], tmp_path: Path, kind: str, pack: bool) -> None:
-    recipe = changed(recipe, adapter__kind=kind, data__pack=pack)
+    recipe = changed(method(recipe, kind), data__pack=pack)
     wanted = plain_losses(recipe)
     for micro_batch in (4, 2, 1):
         folder = tmp_path / f"run{micro_batch}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import finetune
-from tests.conftest import changed
+from tests.conftest import changed, method
 from tests.runs.history import column, last_state, lines
 from tests.runs.ranks import run_ranks
 
@@ -17,7 +17,7 @@ from tests.runs.ranks import run_ranks
 @pytest.mark.parametrize("kind", ["none", "lora"])
 def test_b01_accumulation_equals_one_batch(tiny: dict[str, Any], tmp_path: Path, kind: str) -> None:
     """Case B01: rows of uneven length; micro-batches of 1, 2, 4 give the losses and weights of one batch."""
-    recipe = changed(tiny, adapter__kind=kind, optimizer__lr=1e-3)
+    recipe = method(tiny, kind)
     folders = {}
     for micro in (4, 2, 1):
         folders[micro] = tmp_path / f"micro{micro}"

@@ -15,7 +15,7 @@ import torch
 import finetune
 from finetune.checkpoint import store
 from finetune.errors import CheckpointError, DivergedError, StoppedError
-from tests.conftest import alpaca_rows, changed, write_jsonl
+from tests.conftest import alpaca_rows, changed, method, write_jsonl
 from tests.runs.history import column, last_state, lines, same_bits
 
 
@@ -50,7 +50,7 @@ def test_interrupted_run_ends_with_the_same_bits(
 ) -> None:
     """Cases B69, B72, B82: SIGTERM in mid-epoch, with dropout and packing; weights and optimizer state equal bit for bit."""
     recipe = changed(
-        tiny, adapter__kind=kind, data__pack=True, data__max_tokens=256, train__batch=3, optimizer__name=optimizer
+        method(tiny, kind), data__pack=True, data__max_tokens=256, train__batch=3, optimizer__name=optimizer
     )
     if kind == "lora":
         recipe = changed(recipe, adapter__dropout=0.5)
