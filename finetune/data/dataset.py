@@ -49,7 +49,7 @@ def prepare(recipe: Recipe, tokenizer: Any, strict: bool = True) -> Splits:
     records = load_records(data.path, data)
     held_out = _held_out(len(records), data.valid_share, recipe.train.seed)
     kept = np.setdiff1d(np.arange(len(records)), held_out)
-    first = Preparation("train", records, renderer, tokenizer, data)
+    first = Preparation("train", records, renderer, data)
     train = first.run(kept)
     limit = recipe.evaluate.max_rows
     sets: dict[str, tuple[Records, np.ndarray]] = {}
@@ -60,8 +60,7 @@ def prepare(recipe: Recipe, tokenizer: Any, strict: bool = True) -> Splits:
         found = load_records(path, data.model_copy(update={"max_rows": limit}))
         sets[name] = (found, np.arange(len(found)))
     evaluate = {
-        name: Preparation(name, found, renderer, tokenizer, data, first.digests).run(rows)
-        for name, (found, rows) in sets.items()
+        name: Preparation(name, found, renderer, data, first.digests).run(rows) for name, (found, rows) in sets.items()
     }
     if strict:
         for rows in (train, *evaluate.values()):
@@ -89,6 +88,9 @@ def _held_out(rows: int, share: float, seed: int) -> np.ndarray:
     """Positions of held-out rows, ascending: that share of the rows, at least one, never all."""
     if not share:
         return np.zeros(0, dtype=np.int64)
+    if rows < 2:
+        what = "data.valid_share cannot be taken from a single row"
+        raise DataError(what, where="data.valid_share", remedy="give data.valid_path, or more rows")
     count = min(max(1, round(share * rows)), rows - 1)
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, HELD_OUT_STREAM])))
     return np.sort(generator.permutation(rows)[:count])
@@ -102,11 +104,11 @@ class Preparation:
         split: str,
         records: Records,
         renderer: Renderer,
-        tokenizer: Any,
         data: DataSection,
         known: frozenset[bytes] | set[bytes] = frozenset(),
     ) -> None:
-        self.split, self.records, self.renderer, self.tokenizer, self.data = split, records, renderer, tokenizer, data
+        self.split, self.records, self.renderer, self.data = split, records, renderer, data
+        self.tokenizer = renderer.tokenizer
         self.known = known
         self.digests: set[bytes] = set()
         self.faults: list[RowError] = []
@@ -347,9 +349,10 @@ def _percentiles(lengths: np.ndarray) -> dict[str, int]:
 
 
 def _histogram(lengths: np.ndarray) -> tuple[tuple[int, int], ...]:
-    """Documents by length in up to ten bins of equal width; each bin is named by its largest length."""
+    """Documents by length in up to ten bins of equal width from the shortest on, each named by its largest length."""
     if not len(lengths):
         return ()
-    width = max(1, math.ceil(int(lengths.max()) / BINS))
-    counts = np.bincount((lengths - 1) // width)
-    return tuple(((number + 1) * width, int(count)) for number, count in enumerate(counts))
+    shortest = int(lengths.min())
+    width = math.ceil((int(lengths.max()) - shortest + 1) / BINS)
+    counts = np.bincount((lengths - shortest) // width)
+    return tuple((shortest + (number + 1) * width - 1, int(count)) for number, count in enumerate(counts))

@@ -35,6 +35,7 @@ class Documents:
 
     @cached_property
     def lengths(self) -> np.ndarray:
+        """Tokens of each document."""
         return np.diff(self.starts)
 
     @cached_property
@@ -50,9 +51,12 @@ class RowSet(Sequence[Row]):
         self._documents = documents
         self.packed = groups is not None
         self.report = report
-        rows = [[number] for number in range(len(documents))] if groups is None else groups
-        self._order = np.asarray([number for row in rows for number in row], dtype=np.int64)
-        self._cuts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        if groups is None:
+            self._order = np.arange(len(documents), dtype=np.int64)
+            self._cuts = np.arange(len(documents) + 1, dtype=np.int64)
+        else:
+            self._order = np.asarray([number for row in groups for number in row], dtype=np.int64)
+            self._cuts = np.cumsum([0, *map(len, groups)], dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self._cuts) - 1

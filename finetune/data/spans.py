@@ -73,6 +73,7 @@ class ChatForm:
         return max(names, key=len, default="")
 
     def template(self, tools: Any = None) -> str:
+        """The template's source; a tokenizer may have another one for conversations with tools."""
         return str(self._tokenizer.get_chat_template(tools=tools))
 
     def render(self, talk: Conversation, where: str, notes: set[str]) -> tuple[str, dict[int, Span]]:
@@ -198,13 +199,14 @@ class ChatForm:
         """Spans of the template's own {% generation %} marks, one for each assistant message, stop token included."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        _, marks = render_jinja_template(
+        rendered: Any = render_jinja_template(
             conversations=[messages],
             tools=tools,
             chat_template=self.template(tools),
             return_assistant_tokens_mask=True,
             **self._tokenizer.special_tokens_map,
         )
+        marks = rendered[1]
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if len(marks[0]) != len(answers):
             covered = f"{len(marks[0])} of {len(answers)} turns"
@@ -241,8 +243,8 @@ def _lay_over(text: str, pieces: Sequence[str]) -> list[int] | None:
                 if text.startswith(variant, at):
                     following.setdefault(at + len(variant), [*cuts, at + len(variant)])
         states = following
-    cuts = states.get(len(text))
-    return None if cuts is None else cuts[:-1]
+    whole = states.get(len(text))
+    return None if whole is None else whole[:-1]
 
 
 def _common(left: str, right: str) -> str:

@@ -137,6 +137,7 @@ class Renderer:
         return self.form.probe.stop if self.form else self.end
 
     def warnings(self) -> list[str]:
+        """What is odd about this tokenizer and its chat template, for every row alike."""
         if self.form:
             return list(self.form.probe.warnings)
         return [] if self.end else ["the tokenizer has no end-of-text token: the model cannot learn to stop"]
@@ -151,6 +152,11 @@ class Renderer:
         else:
             values = self._values(cells, names, where, notes)
             rendered = self._text(values, notes) if self.template.kind == "text" else self._asked(values, where, notes)
+        try:
+            rendered.text.encode()
+        except UnicodeEncodeError as error:
+            what = f"the text holds half a character (the lone surrogate {rendered.text[error.start]!r})"
+            raise RowError(what, where, reason="half a character", remedy="mend the text's encoding") from error
         return replace(rendered, notes=tuple(sorted(notes)))
 
     def prompt(self, text: str) -> str:
@@ -340,7 +346,7 @@ def _checked(raw: dict[str, Any], file: Path) -> Template:
     if raw.get("chat", "auto") not in ("auto", "never"):
         raise DataError(f"chat is {raw['chat']!r}", where=place, remedy="auto or never")
     wanted = JINJA_OF_KIND[kind]
-    sources = {key: raw[key] for key in ("prompt", "plain", "answer", "text") if key in raw}
+    sources: dict[str, Any] = {key: raw[key] for key in ("prompt", "plain", "answer", "text") if key in raw}
     allowed = (*wanted, "plain") if kind == "prompt" else wanted
     for key in {*wanted, *sources}:
         if key not in allowed or not isinstance(sources.get(key), str):

@@ -32,6 +32,18 @@ LLAMA3 = (
     "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
+LLAMA31 = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] | trim %}"
+    "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
+    "{{ '<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n\n' }}"
+    "{{ system + '<|eot_id|>' }}"
+    "{% for m in messages %}{% if 'tool_calls' in m %}{% set f = m.tool_calls[0].function %}"
+    '{{ \'<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "\' + f.name + \'", "parameters": \' }}'
+    "{{ f.arguments | tojson }}{{ '}<|eot_id|>' }}{% else %}"
+    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
 MISTRAL_BODY = (
     "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] + '\n\n' %}"
     "{% set rest = messages[1:] %}{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}{{ bos_token }}"
@@ -79,6 +91,7 @@ ENDS = {
     CHATML: "<|im_end|>",
     DEFAULT_SYSTEM: "<|im_end|>",
     LLAMA3: "<|eot_id|>",
+    LLAMA31: "<|eot_id|>",
     MISTRAL: "</s>",
     MISTRAL_SPACED: "</s>",
     QWEN3: "<|im_end|>",

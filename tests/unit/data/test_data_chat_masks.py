@@ -17,7 +17,7 @@ from finetune.data.templates import Rendered, Renderer, load_template
 from finetune.data.tokens import tokenise
 from finetune.errors import DataError
 
-WHOLE = ("CHATML", "DEFAULT_SYSTEM", "LLAMA3", "MISTRAL", "GEMMA", "PHI3", "MARKED")
+WHOLE = ("CHATML", "DEFAULT_SYSTEM", "LLAMA3", "LLAMA31", "MISTRAL", "GEMMA", "PHI3", "MARKED")
 """Templates whose supervised text is contents and ends of turns, and nothing else."""
 
 TALK = [
@@ -167,10 +167,16 @@ def test_b34_messages_without_a_chat_template_stop_at_start() -> None:
     assert len(message.splitlines()) == 2
 
 
-@pytest.mark.parametrize(("name", "gives"), [("CHATML", ""), ("LLAMA3", ""), ("MISTRAL", ""), ("GEMMA", "")])
-def test_b36_nothing_is_injected(name: str, gives: str) -> None:
-    form = ChatForm(tiny_tokenizer(getattr(chat_forms, name)))
-    assert form.probe.injected == gives
+@pytest.mark.parametrize("name", ["CHATML", "LLAMA3", "MISTRAL", "MISTRAL_SPACED", "GEMMA", "PHI3", "QWEN3"])
+def test_b36_nothing_is_injected(name: str) -> None:
+    assert ChatForm(tiny_tokenizer(getattr(chat_forms, name))).probe.injected == ""
+
+
+def test_b36_what_a_template_injects_is_known() -> None:
+    assert "You are a helpful assistant." in ChatForm(tiny_tokenizer(chat_forms.DEFAULT_SYSTEM)).probe.injected
+    assert "Cutting Knowledge Date" in ChatForm(tiny_tokenizer(chat_forms.LLAMA31)).probe.injected
+    dated = chat_forms.CHATML + "{% if false %}{{ strftime_now('%d') }}{% endif %}"
+    assert "today's date" in ChatForm(tiny_tokenizer(dated)).probe.warnings[0]
 
 
 def test_b36_the_rows_own_system_text_is_used() -> None:
@@ -249,6 +255,14 @@ def test_b47_an_assistant_turn_without_content_but_with_a_tool_call() -> None:
     talk[1]["tool_calls"] = [{"function": {"name": "add", "arguments": "[2]"}}]
     with pytest.raises(RowError, match=r"arguments that are not a JSON object"):
         render(chat_forms.TOOLS, talk)
+
+
+def test_a_template_that_leaves_out_a_content_beside_tool_calls_is_counted() -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 2}}}
+    talk = [TALK[0], {"role": "assistant", "content": "wait", "tool_calls": [call]}, {"role": "tool", "content": "4"}]
+    rendered = render(chat_forms.LLAMA31, [*talk, {"role": "assistant", "content": "Four"}])
+    assert spans(rendered) == ['{"name": "add", "parameters": {"a": 2}}<|eot_id|>', "Four<|eot_id|>"]
+    assert rendered.notes == ("assistant contents that the chat template leaves out beside tool calls",)
 
 
 def test_b55_tools_as_list_or_text_are_equal_and_other_things_are_refused() -> None:

@@ -199,6 +199,15 @@ def test_b52_numbers_become_text_and_are_counted_other_values_are_refused(prepar
             prepared([rows[2], {"input": "a", "target": value}], template="grammar")
 
 
+def test_half_a_character_is_a_fault_of_its_row(prepared: Callable[..., Any]) -> None:
+    rows = ['{"text": "good"}', '{"text": "bad \\ud83d"}']
+    with pytest.raises(DataError, match=r"line 2: the text holds half a character"):
+        prepared(rows, tiny_tokenizer(), template="text")
+    assert prepared(rows, tiny_tokenizer(), template="text", on_bad_row="skip").train.report.dropped == {
+        "half a character": 1
+    }
+
+
 def test_contradictions_are_listed_together(prepared: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         prepared(

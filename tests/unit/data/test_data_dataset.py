@@ -35,24 +35,18 @@ def test_b13_no_label_crosses_documents(prepared: Callable[..., Any]) -> None:
     assert int(many.trained.sum()) == sum(LENGTHS) - 5
 
 
+COUNTS = {
+    "truncate": (5, {}, 2, 3 + 5 + 8 + 8 + 8),
+    "drop": (3, {"longer than data.max_tokens": 2}, 0, 3 + 5 + 8),
+    "split": (5, {}, 0, 3 + 5 + 8 + 13 + 21),
+}
+"""data.on_long: rows kept, dropped, truncated, and tokens left, of LENGTHS cut at 8."""
+
+
 @pytest.mark.parametrize("pack", [False, True])
-@pytest.mark.parametrize(
-    ("on_long", "kept", "dropped", "truncated", "tokens"),
-    [
-        ("truncate", 5, {}, 2, 3 + 5 + 8 + 8 + 8),
-        ("drop", 3, {"longer than data.max_tokens": 2}, 0, 3 + 5 + 8),
-        ("split", 5, {}, 0, 3 + 5 + 8 + 13 + 21),
-    ],
-)
-def test_b16_every_row_is_kept_or_counted(
-    prepared: Callable[..., Any],
-    pack: bool,
-    on_long: str,
-    kept: int,
-    dropped: dict[str, int],
-    truncated: int,
-    tokens: int,
-) -> None:
+@pytest.mark.parametrize("on_long", COUNTS)
+def test_b16_every_row_is_kept_or_counted(prepared: Callable[..., Any], pack: bool, on_long: str) -> None:
+    kept, dropped, truncated, tokens = COUNTS[on_long]
     train = prepared(documents(), tiny_tokenizer(), template="text", max_tokens=8, on_long=on_long, pack=pack).train
     report = train.report
     assert (report.rows_in, report.rows_kept, report.dropped, report.truncated) == (5, kept, dropped, truncated)
@@ -213,6 +207,8 @@ def test_held_out_rows_are_disjoint_and_depend_on_the_seed_alone(prepared: Calla
     assert prepared(rows, tiny_tokenizer(), template="text").evaluate == {}
     tiny = prepared(rows[:2], tiny_tokenizer(), template="text", valid_share=0.01)
     assert (len(tiny.train), len(tiny.evaluate["valid"])) == (1, 1)
+    with pytest.raises(DataError, match=r"cannot be taken from a single row"):
+        prepared(rows[:1], tiny_tokenizer(), template="text", valid_share=0.5)
 
 
 def test_evaluation_rows_are_the_first_ones(prepared: Callable[..., Any], write: Callable[..., str]) -> None:

@@ -38,7 +38,7 @@ def test_figures(prepared: Callable[..., Any]) -> None:
     assert report.rows == 2
     assert report.efficiency == 50 / 64
     assert report.lengths == {"shortest": 2, "5%": 2, "median": 4, "95%": 26, "longest": 30}
-    assert report.histogram[:2] == ((3, 1), (6, 2))
+    assert report.histogram[:3] == ((4, 3), (7, 0), (10, 1))
     assert sum(count for _, count in report.histogram) == 5
     assert report.stop == "</s>"
     assert report.stopped_documents == 5
@@ -83,6 +83,7 @@ def test_check_can_wait_for_the_report(prepared: Callable[..., Any]) -> None:
     assert report.lengths == {}
     assert report.efficiency == 0.0
     assert render(report)
+    assert len(splits.train.fingerprint) == 64
     with pytest.raises(DataError, match=r"0 of 1 rows left"):
         check(report)
 
