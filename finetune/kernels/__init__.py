@@ -1,0 +1,1 @@
+"""Kernels: one operation a file, the plain reference first."""

@@ -1,0 +1,1 @@
+"""Models: loaded, adapted, quantised, and seen as blocks with a head."""
