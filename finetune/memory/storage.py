@@ -1,0 +1,174 @@
+"""How a recipe stores its numbers: the few facts that every cost model reads, taken from the recipe once.
+
+Two widths matter. `compute` is that of matrix products and attention; `stream` that of the residual stream between
+blocks. With bf16 they differ when every parameter trains: weights and stream are fp32, and autocast makes bf16 copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finetune.config.schema import Recipe
+from finetune.contracts import LinearShape, Shape
+from finetune.errors import InputError
+
+NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
+"""Bits a parameter of a linear in NF4 with doubly quantised scales: 4, an 8-bit scale for every 64, a fp32 for every 64 x 256.
+Source: bitsandbytes `quantize_4bit(blocksize=64, compress_statistics=True)`; 4.127."""
+NF4_TABLES = 4 * (16 + 256 + 1)
+"""Bytes of code tables and the scales' mean that bitsandbytes keeps with every 4-bit weight."""
+
+PLACES = {
+    "attention_in": ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack"),
+    "attention_out": ("o_proj", "out_proj"),
+    "mlp_in": ("gate_proj", "up_proj", "gate_up_proj", "fc1", "w1", "w3", "dense_h_to_4h", "fc_in"),
+    "mlp_out": ("down_proj", "fc2", "w2", "dense_4h_to_h", "fc_out"),
+}
+"""Which input a block's linear reads, by the last part of its name; other names go by their widths."""
+HEAD_NAMES = ("lm_head", "embed_out", "output")
+EMBEDDING_NAMES = ("embed_tokens", "wte", "embed_in")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one forward takes: `rows` padded to `length` tokens."""
+
+    rows: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes of an element where it matters, and what is trained.
+
+    `compute`, `stream`: see the file's top. `frozen`: bytes of a frozen weight outside NF4. `trained`: every parameter
+    trains. `rank` and `targets`: the adapter, by names of a block's linears (0 and empty: none); `head_adapted`,
+    `embedding_adapted`: it reaches those too. `packed`: rows carry a dense bool attention mask.
+    """
+
+    compute: int
+    stream: int
+    frozen: int
+    trained: bool
+    nf4: bool = False
+    rank: int = 0
+    targets: frozenset[str] = frozenset()
+    head_adapted: bool = False
+    embedding_adapted: bool = False
+    dropout: bool = False
+    packed: bool = False
+    eager: bool = False
+    device: str = "cpu"
+
+    @property
+    def cast(self) -> bool:
+        """Autocast is on."""
+        return self.compute < 4
+
+    @property
+    def trained_head(self) -> bool:
+        """The output projection has a gradient of its own."""
+        return self.trained or self.head_adapted
+
+
+def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu") -> Storage:
+    """The storage of a recipe at a resolved precision (`bf16` or `fp32`). InputError names adapter targets that match nothing."""
+    compute = 2 if precision == "bf16" else 4
+    trained = recipe.adapter.kind == "none"
+    blocks, head, embedding = (frozenset[str](), False, False) if trained else _targets(shape, recipe.adapter.targets)
+    return Storage(
+        compute=compute,
+        stream=4 if trained else compute,
+        frozen=compute,
+        trained=trained,
+        nf4=recipe.model.base == "nf4",
+        rank=0 if trained else recipe.adapter.rank,
+        targets=blocks,
+        head_adapted=head,
+        embedding_adapted=embedding,
+        dropout=not trained and recipe.adapter.dropout > 0,
+        packed=recipe.data.pack,
+        eager=recipe.model.attention == "eager",
+        device=device,
+    )
+
+
+def _targets(shape: Shape, wanted: tuple[str, ...]) -> tuple[frozenset[str], bool, bool]:
+    """The block's linears that an adapter reaches, and whether it reaches the head and the embedding.
+
+    As peft matches: `all-linear` is every linear of the blocks, a name matches whole or as the end after a dot.
+    """
+    if wanted == ("all-linear",):
+        return frozenset(linear.name for linear in shape.linears), False, False
+    found: set[str] = set()
+    unmatched = []
+    for target in wanted:
+        matches = {
+            linear.name for linear in shape.linears if linear.name == target or linear.name.endswith(f".{target}")
+        }
+        found |= matches
+        if not matches and target not in (*HEAD_NAMES, *EMBEDDING_NAMES):
+            unmatched.append(target)
+    if unmatched:
+        names = ", ".join(sorted({linear.name.rpartition(".")[2] for linear in shape.linears}))
+        raise InputError(
+            f"no linear layer of {shape.name} is called {', '.join(unmatched)}",
+            where="adapter.targets",
+            remedy=f"all-linear, or some of {names}",
+        )
+    return frozenset(found), any(name in HEAD_NAMES for name in wanted), any(name in EMBEDDING_NAMES for name in wanted)
+
+
+def place_of(linear: LinearShape, shape: Shape) -> str:
+    """Which of a block's four inputs a linear reads: a key of PLACES."""
+    last = linear.name.rpartition(".")[2]
+    for place, names in PLACES.items():
+        if last in names:
+            return place
+    if linear.inputs == shape.intermediate and linear.inputs != shape.hidden:
+        return "mlp_out"
+    if "attn" in linear.name or "attention" in linear.name:
+        return "attention_out" if linear.outputs == shape.hidden and last != "query" else "attention_in"
+    return "mlp_in"
+
+
+def adapter_tensors(shape: Shape, storage: Storage) -> list[int]:
+    """Elements of each tensor that the adapter adds: A [rank, inputs] and B [outputs, rank] of every target."""
+    pairs = [
+        (linear.inputs, linear.outputs) for linear in shape.linears if linear.name in storage.targets
+    ] * shape.blocks
+    if storage.head_adapted:
+        pairs.append((shape.hidden, shape.vocabulary))
+    if storage.embedding_adapted:
+        pairs.append((shape.vocabulary, shape.hidden))
+    return [storage.rank * width for pair in pairs for width in pair]
+
+
+def trained_tensors(shape: Shape, storage: Storage) -> list[tuple[int, str]]:
+    """Elements and role (`embedding`, `head`, `block`, `extra`) of every trained tensor."""
+    if not storage.trained:
+        return [(elements, "block") for elements in adapter_tensors(shape, storage)]
+    block = [(linear.parameters, "block") for linear in shape.linears]
+    # Norms and biases are vectors; their exact number does not matter to a byte count, their width nearly does.
+    vectors = max(1, round(shape.block_extra / shape.hidden))
+    block += [(shape.block_extra // vectors, "extra")] * vectors if shape.block_extra else []
+    outside = [(shape.embedding_parameters, "embedding"), (shape.extra, "extra")]
+    if not shape.tied:
+        outside.append((shape.head_parameters, "head"))
+    return block * shape.blocks + [pair for pair in outside if pair[0]]
+
+
+def weight_bytes(shape: Shape, storage: Storage) -> int:
+    """All weights as they stand in memory during a run: frozen ones as stored, trained ones (adapters too) in fp32."""
+    if storage.trained:
+        return 4 * shape.parameters
+    adapter = 4 * sum(adapter_tensors(shape, storage))
+    if not storage.nf4:
+        return storage.frozen * shape.parameters + adapter
+    linears = shape.blocks * shape.linear_parameters
+    packed = int(linears * NF4_BITS / 8) + shape.blocks * len(shape.linears) * NF4_TABLES
+    return packed + storage.frozen * (shape.parameters - linears) + adapter

@@ -1,0 +1,90 @@
+"""What a recipe pins of its plan (`plan.*` keys), and which pins contradict it or are not built.
+
+A pin is a promise: it is kept or refused with the reason, never bent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune.config.schema import Recipe
+from finetune.contracts import Shape
+from finetune.errors import InputError, NotBuiltError
+from finetune.memory.storage import Storage
+from finetune.memory.table import LEVERS, Lever
+
+BUILT: dict[str, tuple[Any, ...]] = {
+    "weights": ("resident",),
+    "activation_offload": (False,),
+    "optimizer_placement": ("device",),
+    "compile": (False,),
+    "shard": (1,),
+    "tensor": (1,),
+    "context": (1,),
+}
+"""Keys of plan.* whose choices are not built yet, with the values that this version keeps."""
+
+
+def check_built(recipe: Recipe, shape: Shape, ranks: int) -> None:
+    """NotBuiltError or InputError for a pinned choice that this version or this launch cannot keep."""
+    for field, kept in BUILT.items():
+        value = getattr(recipe.plan, field)
+        if value != "auto" and value not in kept:
+            raise NotBuiltError(f"plan.{field}={_text(value)}", f"plan.{field}={_text(kept[0])}")
+    blocks = recipe.plan.resident_blocks
+    if blocks != "auto" and blocks != shape.blocks:
+        raise NotBuiltError(f"plan.resident_blocks={blocks}", f"leave it auto: all {shape.blocks} blocks are resident")
+    if recipe.plan.data not in ("auto", ranks):
+        raise InputError(
+            f"plan.data={recipe.plan.data}, but {ranks} process{'es' if ranks > 1 else ''} {'were' if ranks > 1 else 'was'} started",
+            where="plan.data",
+            remedy=f"accelerate launch --num_processes {recipe.plan.data}, or leave plan.data auto",
+        )
+
+
+def micro_batches(recipe: Recipe, rows: int, ranks: int) -> list[int]:
+    """Rows a forward pass that are worth trying, largest first: the sizes that split one rank's `rows` most evenly."""
+    pinned = recipe.plan.micro_batch
+    if pinned == "auto":
+        return sorted({-(-rows // parts) for parts in range(1, rows + 1)}, reverse=True)
+    if recipe.train.batch is not None and pinned > rows:
+        raise InputError(
+            f"plan.micro_batch={pinned}, but a step gives a process only {rows} of train.batch={recipe.train.batch} rows",
+            where="plan.micro_batch",
+            remedy=f"plan.micro_batch={rows} or less, or a larger train.batch (on {ranks} processes)",
+        )
+    return [pinned]
+
+
+def lever_choices(lever: Lever, recipe: Recipe, storage: Storage) -> tuple[Any, ...]:
+    """The values of a lever that may be tried: its pin, or all that the recipe allows."""
+    pinned = getattr(recipe.plan, lever.field)
+    allowed, reason = _allowed(lever, recipe, storage)
+    if pinned == "auto":
+        return allowed
+    if pinned != lever.off and allowed == (lever.off,):
+        raise InputError(
+            f"plan.{lever.field}={_text(pinned)} {reason}",
+            where=f"plan.{lever.field}",
+            remedy=f"plan.{lever.field}={_text(lever.off)}, or drop what forbids it",
+        )
+    return (pinned,)
+
+
+def _allowed(lever: Lever, recipe: Recipe, storage: Storage) -> tuple[tuple[Any, ...], str]:
+    if recipe.plan.exact == "bitwise" and lever.exact != "bitwise":
+        return (lever.off,), f"gives {lever.exact}, which plan.exact=bitwise forbids"
+    if lever.field == "loss_chunk" and storage.head_adapted and storage.dropout:
+        return (lever.off,), "would change the draws of the dropout on the head's adapter"
+    return lever.choices, ""
+
+
+def pinned_fields(recipe: Recipe) -> list[str]:
+    """The mechanics that the recipe pins, as `plan.field=value`."""
+    fields = ["micro_batch", *(lever.field for lever in LEVERS.values())]
+    values = {field: getattr(recipe.plan, field) for field in fields}
+    return [f"plan.{field}={_text(value)}" for field, value in values.items() if value != "auto"]
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,197 @@
+"""The plan as a table for people and as a dict for programs.
+
+The table says what was chosen, where the bytes go, what each lever saved and cost, what the next faster plan lacks and
+what the smallest needs. The dict has the keys that `plan --json` promises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from finetune.config.schema import Recipe
+from finetune.contracts import Bytes, Plan, Shape
+from finetune.memory.storage import Work, storage_of
+from finetune.memory.table import LEVERS
+from finetune.planner.hardware import Hardware
+from finetune.planner.plan import Candidate, Decision
+from finetune.planner.refusal import PlanRefusedError
+from finetune.planner.words import size
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+BAR = 30
+"""Characters of the longest bar."""
+
+
+def render(decision: Decision, shape: Shape, recipe: Recipe, hardware: Hardware) -> RenderableType:
+    """The plan's table; print it with rich."""
+    from rich.console import Group
+    from rich.padding import Padding
+
+    parts: list[RenderableType] = [
+        _headline(decision, shape, recipe, hardware),
+        _choices(decision),
+        _bars(decision),
+        _phases(decision),
+        _levers(decision, shape, recipe),
+        _neighbours(decision),
+    ]
+    notes = "\n".join(f"- {reason}" for reason in decision.reasons)
+    return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts), notes)
+
+
+def _headline(decision: Decision, shape: Shape, recipe: Recipe, hardware: Hardware) -> RenderableType:
+    from rich.text import Text
+
+    method = "every parameter" if recipe.adapter.kind == "none" else f"{recipe.adapter.kind} rank {recipe.adapter.rank}"
+    base = "" if recipe.model.base == "same" else f", frozen weights in {recipe.model.base}"
+    memory = f"{hardware.gpus} x {size(hardware.gpu_bytes)} GPU, " if hardware.gpus else ""
+    return Text(
+        f"{shape.name}: {shape.parameters / 1e6:,.1f} M parameters, trains {method}{base}, {decision.precision}\n"
+        f"on {hardware.name}: {memory}{size(hardware.host_bytes)} host memory free, {hardware.cores} cores"
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    return table
+
+
+def _choices(decision: Decision) -> Table:
+    table = _table("Plan", "choice", "value")
+    for name, value in plan_dict(decision.plan).items():
+        table.add_row(name, str(value).lower() if isinstance(value, bool) else str(value))
+    table.add_row("rows a step, a process", str(decision.facts.rows))
+    table.add_row("tokens a row, at most", str(decision.facts.longest_row))
+    return table
+
+
+def _bars(decision: Decision) -> Table:
+    """The step's bytes by cause, largest first."""
+    step = decision.estimate.phases["step"]
+    table = _table(f"Bytes of a step at its widest: {size(step.total)}", "cause", "bytes", "share", "")
+    table.columns[-1].justify = "left"
+    widest = max(step.causes.values(), default=1) or 1
+    for cause, count in sorted(step.causes.items(), key=lambda pair: -pair[1]):
+        if count:
+            table.add_row(cause, size(count), f"{count / step.total:.0%}", "█" * max(1, round(BAR * count / widest)))
+    return table
+
+
+def _phases(decision: Decision) -> Table:
+    budget = decision.budget
+    where = "host memory" if budget.device == "cpu" else "GPU memory"
+    table = _table(f"Phases ({where}; budget {size(budget.device_bytes)} a process)", "phase", "bytes", "of the budget")
+    for name, phase in decision.estimate.phases.items():
+        table.add_row(name, size(phase.total), f"{phase.total / budget.device_bytes:.0%}")
+    if budget.device != "cpu":
+        host = decision.estimate.host.total * budget.processes
+        table.add_row("host, all processes", size(host), f"{host / budget.host_bytes:.0%} of {size(budget.host_bytes)}")
+    return table
+
+
+def _levers(decision: Decision, shape: Shape, recipe: Recipe) -> Table:
+    storage = storage_of(shape, recipe, decision.precision, decision.plan.device)
+    work = Work(decision.plan.micro_batch, decision.facts.longest_row)
+    table = _table("Levers", "lever", "value", "saves", "costs", "exactness", "what it does")
+    table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
+    for lever in LEVERS.values():
+        value = getattr(decision.plan, lever.field)
+        on = value != lever.off
+        shown = value if on else lever.choices[1]
+        saved, cost = lever.saves(shape, storage, work, shown), lever.slowdown(shape, storage, work, shown)
+        verb = "" if on else "would: "
+        label = {True: "on", False: "off"}.get(value, str(value)) if on else "off"
+        table.add_row(lever.name, label, verb + size(saved), f"{verb}{cost:.0%}", lever.exact, lever.note)
+    return table
+
+
+def _neighbours(decision: Decision) -> Table:
+    table = _table("Other plans", "plan", "micro-batch", "checkpointing", "loss chunk", "bytes", "time", "lacks")
+    chosen = Candidate(decision.plan, decision.estimate, 1.0)
+    rows = [("smallest", decision.smallest), ("chosen", chosen)]
+    if decision.next_faster:
+        rows.append(("next faster", decision.next_faster))
+    for name, each in rows:
+        plan = each.plan
+        table.add_row(
+            name,
+            str(plan.micro_batch),
+            "on" if plan.activation_checkpointing else "off",
+            str(plan.loss_chunk or "off"),
+            size(each.bytes),
+            f"{each.relative_seconds:.2f}x",
+            size(decision.lacks) if name == "next faster" else "",
+        )
+    return table
+
+
+def plan_dict(plan: Plan) -> dict[str, Any]:
+    """Every choice of a plan, without its reasons."""
+    return {field.name: getattr(plan, field.name) for field in fields(plan) if field.name != "reasons"}
+
+
+def _causes(bytes_: Bytes) -> dict[str, int]:
+    return {**{name: count for name, count in bytes_.causes.items() if count}, "total": bytes_.total}
+
+
+def _memory(plan: Plan, phases: dict[str, Bytes], host: Bytes) -> dict[str, Any]:
+    by_phase = {name: _causes(phase) for name, phase in phases.items()}
+    if plan.device == "cpu":
+        return {"gpu_bytes": {}, "host_bytes": by_phase}
+    return {"gpu_bytes": by_phase, "host_bytes": {"process": _causes(host)}}
+
+
+def _candidate(each: Candidate) -> dict[str, Any]:
+    return {"plan": plan_dict(each.plan), "bytes": each.bytes, "relative_seconds": round(each.relative_seconds, 4)}
+
+
+def as_dict(decision: Decision, shape: Shape, recipe: Recipe, hardware: Hardware) -> dict[str, Any]:
+    """The promised keys of `plan --json`, and some more.
+
+    `gpu_bytes` and `host_bytes`: {phase: {cause: bytes, "total": bytes}} of one process; on a CPU the former is empty, on
+    a GPU the latter has one entry, `process`. `seconds_per_step` and `tokens_per_s` are null: rates are not measured yet.
+    `alternatives` are no plan's inferiors in both bytes and time, smallest first; times are relative to the chosen plan.
+    """
+    return {
+        "fits": True,
+        "plan": plan_dict(decision.plan),
+        **_memory(decision.plan, decision.estimate.phases, decision.estimate.host),
+        "seconds_per_step": None,
+        "tokens_per_s": None,
+        "smallest": _candidate(decision.smallest),
+        "next_faster": {**_candidate(decision.next_faster), "lacks": decision.lacks} if decision.next_faster else None,
+        "alternatives": [_candidate(each) for each in decision.alternatives],
+        "reasons": list(decision.reasons),
+        "budget": {"device_bytes": decision.budget.device_bytes, "host_bytes": decision.budget.host_bytes},
+        "precision": decision.precision,
+        "model": {"name": shape.name, "parameters": shape.parameters},
+        "recipe": recipe.recipe,
+        "hardware": {field.name: getattr(hardware, field.name) for field in fields(hardware)},
+    }
+
+
+def refused_as_dict(error: PlanRefusedError) -> dict[str, Any]:
+    """The same keys when nothing fits: `plan` is null, the bytes are the smallest plan's, and `changes` would fit or not."""
+    return {
+        "fits": False,
+        "plan": None,
+        **_memory(error.smallest, error.estimate.phases, error.estimate.host),
+        "seconds_per_step": None,
+        "tokens_per_s": None,
+        "smallest": {"plan": plan_dict(error.smallest), "bytes": error.estimate.peak, "lacks": error.gap},
+        "alternatives": [],
+        "reasons": [error.fault.what],
+        "changes": [
+            {"keys": list(change.keys), "bytes": change.bytes, "fits": change.fits, "note": change.note}
+            for change in error.changes
+        ],
+    }
