@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_forms import CHATML, tiny_tokenizer
 
 from finetune.config.schema import Recipe
 from finetune.contracts import IGNORED, Row
 from finetune.data.dataset import Splits, prepare
+from tests.unit.data.chat_forms import CHATML, tiny_tokenizer
 
 
 @pytest.fixture

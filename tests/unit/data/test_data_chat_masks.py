@@ -6,9 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import chat_forms
 import pytest
-from chat_forms import ENDS, tiny_tokenizer
 
 from finetune.contracts import IGNORED
 from finetune.data.cells import RowError
@@ -16,6 +14,8 @@ from finetune.data.spans import ChatForm
 from finetune.data.templates import Rendered, Renderer, load_template
 from finetune.data.tokens import tokenise
 from finetune.errors import DataError
+from tests.unit.data import chat_forms
+from tests.unit.data.chat_forms import ENDS, tiny_tokenizer
 
 WHOLE = ("CHATML", "DEFAULT_SYSTEM", "LLAMA3", "LLAMA31", "MISTRAL", "GEMMA", "PHI3", "MARKED")
 """Templates whose supervised text is contents and ends of turns, and nothing else."""

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import chat_forms
 import numpy as np
 import pytest
-from chat_forms import CHATML, tiny_tokenizer
 
 from finetune.contracts import IGNORED, Row
 from finetune.data.dataset import RowSet
 from finetune.errors import DataError
+from tests.unit.data import chat_forms
+from tests.unit.data.chat_forms import CHATML, tiny_tokenizer
 
 LENGTHS = (3, 5, 8, 13, 21)
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from chat_forms import CHATML, tiny_tokenizer
 from rich.console import Console
 
 from finetune.data.preflight import as_dict, check, render
 from finetune.errors import DataError
+from tests.unit.data.chat_forms import CHATML, tiny_tokenizer
 
 TALK = [
     {"role": "user", "content": "Hi"},

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import chat_forms
 import pytest
-from chat_forms import tiny_tokenizer
 
 from finetune.contracts import IGNORED
+from tests.unit.data import chat_forms
+from tests.unit.data.chat_forms import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples"

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_forms import CHATML, tiny_tokenizer
 
 from finetune.data.cells import RowError
 from finetune.data.templates import load_template, template_names
 from finetune.errors import ConfigError, DataError
+from tests.unit.data.chat_forms import CHATML, tiny_tokenizer
 
 SHIPPED = ("alpaca", "grammar", "messages", "summarize", "text")
 OWN = (

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import chat_forms
 import numpy as np
 import pytest
 import torch
-from chat_forms import tiny_tokenizer
 
 from finetune.contracts import IGNORED, Row
 from finetune.data.loader import collate
 from finetune.data.templates import Rendered, begin_text, load_template
 from finetune.data.tokens import _learned, tokenise
 from finetune.errors import DataError
+from tests.unit.data import chat_forms
+from tests.unit.data.chat_forms import tiny_tokenizer
 
 ROW = {"input": "a", "target": "b"}
 
