@@ -242,6 +242,7 @@ def _stored_config(folder: Path, adapter: AdapterSection) -> tuple[LoraConfig, l
         )
         config.lora_dropout = adapter.dropout
     config.inference_mode = False
+    config.base_model_name_or_path = None  # peft fills it in, and attach corrects it
     return config, notices
 
 
@@ -268,7 +269,8 @@ def _load(module: PeftModel, folder: Path, source: str) -> list[str]:
         stored = load_file(folder / WEIGHTS)
     except SafetensorError as error:
         raise ModelError(f"{WEIGHTS} is damaged: {error}", str(folder)) from error
-    places = get_peft_model_state_dict(module)
+    # Not auto: for that peft would ask the hub for the base's vocabulary.
+    places = get_peft_model_state_dict(module, save_embedding_layers=False)
     matched = stored.keys() & places.keys()
     if len(matched) < max(len(stored), len(places)):
         raise ModelError(

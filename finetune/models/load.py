@@ -25,7 +25,7 @@ from finetune.errors import ModelError
 from finetune.models.adapters import attach, seeded
 from finetune.models.chat_tokens import align_generation, stop_tokens, template_tokens, untrained_tokens
 from finetune.models.decoder import assemble, attention_windows
-from finetune.models.quantized import check_stored, nf4_config, quantised_report
+from finetune.models.quantized import check_stored, keep_layout, nf4_config, quantised_report
 from finetune.models.source import Source, hub_fault, locate
 from finetune.models.verify import verify
 
@@ -173,6 +173,7 @@ def _weights(
             "this is an adapter, not a model", section.path, "set model.path to its base and adapter.path to it"
         )
     if section.base == "nf4":
+        keep_layout(base)
         notices += quantised_report(base)
     unused = sorted(info["unexpected_keys"])
     if unused:

@@ -56,6 +56,17 @@ def freeze(base: nn.Module) -> None:
     base.requires_grad_(False)
 
 
+def keep_layout(base: nn.Module) -> None:
+    """Keeps bitsandbytes 0.50 from repacking a layer at its first evaluation on a CPU with AVX512-BF16.
+
+    The repacked layer has its scales rounded to bf16 and stays so in training, where its matmul has no backward: an
+    evaluation before the first step would change the model and leave the adapter without most of its gradient.
+    """
+    for child in base.modules():
+        if hasattr(child, "support_avx512bf16_for_cpu"):
+            child.support_avx512bf16_for_cpu = False
+
+
 def quantised_report(base: nn.Module) -> list[str]:
     """Notices: how many linear layers are in 4 bits, and each kind of weight that is not, by name and precision."""
     import bitsandbytes
