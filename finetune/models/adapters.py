@@ -148,7 +148,7 @@ def _new_config(base: nn.Module, adapter: AdapterSection) -> tuple[LoraConfig, l
 
 
 def _short_names(base: nn.Module, chosen: set[str]) -> list[str]:
-    """Last parts of the names where those select exactly the chosen modules (what serving tools expect), else full names."""
+    """Last parts of the names where they select exactly these modules (serving tools expect that), else full names."""
     last = sorted({name.rpartition(".")[2] for name in chosen})
     selected = {name for name, _ in base.named_modules() if name.rpartition(".")[2] in last}
     return last if selected == chosen else sorted(chosen)
@@ -161,8 +161,8 @@ def _check_embeddings(base: Any, wanted: dict[str, list[str]], dropout: float) -
         for child in (base.get_submodule(name) for name in names):
             if (child is head or child is embedding) and head.weight is embedding.weight:
                 raise ModelError(
-                    f"{entry!r} is a matrix that {type(base).__name__} shares between embedding and head; an adapter would "
-                    "train one side only, and merging it would change both",
+                    f"{entry!r} is a matrix that {type(base).__name__} shares between embedding and head; an adapter "
+                    "would train one side only, and merging it would change both",
                     where="adapter.targets",
                     remedy=f"leave {entry!r} out, or train every parameter with adapter.kind=none",
                 )

@@ -16,7 +16,7 @@ from finetune.errors import ModelError
 
 
 def nf4_config(compute: torch.dtype) -> BitsAndBytesConfig:
-    """NF4 in blocks of 64 with 8-bit scales (Dettmers et al. 2023, QLoRA, section 3); products are made in `compute`."""
+    """NF4 in blocks of 64 with 8-bit scales (Dettmers et al. 2023, QLoRA, section 3); products are in `compute`."""
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
