@@ -164,7 +164,7 @@ def _weights(
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
-            f"{len(missing)} weights of {type(base).__name__} are not in the files ({missing[0]}); they would be random",
+            f"{len(missing)} weights of {type(base).__name__} are missing ({missing[0]}) and would be random",
             where=section.path,
             remedy="use a complete checkpoint of this architecture",
         )
