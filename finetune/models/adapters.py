@@ -59,6 +59,8 @@ def attach(base: nn.Module, adapter: AdapterSection, source: str, seed: int) -> 
     folder = None if adapter.path is None else Path(adapter.path).expanduser()
     config, notices = _new_config(base, adapter) if folder is None else _stored_config(folder, adapter)
     wanted = match_targets(base, adapter.targets if folder is None else _entries(config))
+    if folder is not None:
+        _check_same_targets(base, adapter, wanted)
     _check_embeddings(base, wanted, adapter.dropout)
     freeze(base)
     with seeded(seed), warnings.catch_warnings():
@@ -229,12 +231,6 @@ def _stored_config(folder: Path, adapter: AdapterSection) -> tuple[LoraConfig, l
                 where=f"adapter.{name}",
                 remedy=f"leave adapter.{name} out, or set it to {value:g}",
             )
-    if adapter.targets != fields["targets"].default and set(adapter.targets) != set(_entries(config)):
-        raise ModelError(
-            f"adapter.targets={','.join(adapter.targets)}, but the adapter has {','.join(_entries(config))}",
-            where="adapter.targets",
-            remedy="leave adapter.targets out",
-        )
     notices = [f"going on from the adapter in {where}"]
     if config.lora_dropout != adapter.dropout:
         notices.append(
@@ -244,6 +240,19 @@ def _stored_config(folder: Path, adapter: AdapterSection) -> tuple[LoraConfig, l
     config.inference_mode = False
     config.base_model_name_or_path = None  # peft fills it in, and attach corrects it
     return config, notices
+
+
+def _check_same_targets(base: nn.Module, adapter: AdapterSection, stored: dict[str, list[str]]) -> None:
+    """Targets may be written in another way than the folder's, but must select the same modules; the default is silent."""
+    if adapter.targets == AdapterSection.model_fields["targets"].default:
+        return
+    asked = {name for names in match_targets(base, adapter.targets).values() for name in names}
+    if asked != {name for names in stored.values() for name in names}:
+        raise ModelError(
+            f"adapter.targets={','.join(adapter.targets)}, but the adapter has {','.join(stored)}",
+            where="adapter.targets",
+            remedy="leave adapter.targets out",
+        )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

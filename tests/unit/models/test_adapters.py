@@ -187,6 +187,16 @@ def test_going_on_with_another_rank_alpha_or_targets_is_a_contradiction(make_bas
     assert any("dropout is the recipe's 0.1" in notice for notice in attach(make_base(), same, "base", 0)[1])
 
 
+def test_going_on_with_the_same_targets_in_other_words_is_no_contradiction(make_base, recipe, tmp_path):
+    def adapter(**values):
+        return recipe("x", adapter={"kind": "lora", "targets": "layers.[02].mlp.up_proj,q_proj", **values}).adapter
+
+    module, _ = attach(make_base(), adapter(), "base", 0)
+    module.save_pretrained(tmp_path, save_embedding_layers=False)
+    again, _ = attach(make_base(), adapter(path=str(tmp_path)), "base", 0)
+    assert trained(again).keys() == trained(module).keys()
+
+
 def test_b97_a_wrong_prefix_is_an_error_with_counts_and_examples(make_base, section, stored):
     folder = stored[0]
     weights = load_file(folder / "adapter_model.safetensors")
