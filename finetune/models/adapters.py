@@ -243,7 +243,7 @@ def _stored_config(folder: Path, adapter: AdapterSection) -> tuple[LoraConfig, l
 
 
 def _check_same_targets(base: nn.Module, adapter: AdapterSection, stored: dict[str, list[str]]) -> None:
-    """Targets may be written in another way than the folder's, but must select the same modules; the default is silent."""
+    """Targets may be written otherwise than in the folder, but select the same modules; the default says nothing."""
     if adapter.targets == AdapterSection.model_fields["targets"].default:
         return
     asked = {name for names in match_targets(base, adapter.targets).values() for name in names}
