@@ -77,7 +77,7 @@ def keep_mask(keys_B: Tensor, positions: range, features: int, dropped: float) -
     device = keys_B.device
     positions_S = torch.arange(positions.start, positions.stop, dtype=torch.int64, device=device)
     features_F = torch.arange(features, dtype=torch.int64, device=device)
-    # Positions and features are hashed each on their own before they meet, so no two rows of the mask are shifted copies.
+    # Positions and features are hashed on their own before they meet, so no parts of a mask are shifted copies.
     places_BS = mix_(keys_B[:, None] ^ _spread_(positions_S)[None, :])
     words_BSF = mix_(places_BS[:, :, None] ^ _spread_(features_F)[None, None, :])
     return words_BSF >= round(dropped * 2**32)
@@ -116,8 +116,8 @@ class _KeyedDropout(torch.autograd.Function):
 class DrawKey:
     """What all keyed draws of a model share: the recipe's seed, the optimizer step, and the rows of the micro-batch.
 
-    The loop calls `set` before each micro-batch's forward and leaves it until that micro-batch's backward is over, since
-    recomputation asks for it again. `row_ids_B` is int64 [B] on the model's device; nothing here waits for a GPU.
+    The loop calls `set` before each micro-batch's forward and leaves it until that micro-batch's backward is over,
+    since recomputation asks for it again. `row_ids_B` is int64 [B] on the model's device; nothing here waits for a GPU.
     """
 
     def __init__(self, seed: int, step: int = 0, row_ids_B: Tensor | None = None) -> None:
@@ -163,7 +163,7 @@ class KeyedDropout(nn.Module):
 
 
 def key_dropouts(module: nn.Module, key: DrawKey) -> int:
-    """Puts a KeyedDropout in the place of every nn.Dropout with p > 0 (peft's too) and returns how many modules those were.
+    """Puts a KeyedDropout in the place of every nn.Dropout with p > 0 (peft's too) and returns how many there were.
 
     A module's index is its place among the dropouts sorted by name, so it is the same on every rank and in every run.
     Repeating the call gives the same indices with the new key. Dropouts of other kinds (whole channels, alpha) with

@@ -59,6 +59,8 @@ def attach(base: nn.Module, adapter: AdapterSection, source: str, seed: int) -> 
     folder = None if adapter.path is None else Path(adapter.path).expanduser()
     config, notices = _new_config(base, adapter) if folder is None else _stored_config(folder, adapter)
     wanted = match_targets(base, adapter.targets if folder is None else _entries(config))
+    if folder is not None:
+        _check_same_targets(base, adapter, wanted)
     _check_embeddings(base, wanted, adapter.dropout)
     freeze(base)
     with seeded(seed), warnings.catch_warnings():
@@ -148,7 +150,7 @@ def _new_config(base: nn.Module, adapter: AdapterSection) -> tuple[LoraConfig, l
 
 
 def _short_names(base: nn.Module, chosen: set[str]) -> list[str]:
-    """Last parts of the names where those select exactly the chosen modules (what serving tools expect), else full names."""
+    """Last parts of the names where they select exactly these modules (serving tools expect that), else full names."""
     last = sorted({name.rpartition(".")[2] for name in chosen})
     selected = {name for name, _ in base.named_modules() if name.rpartition(".")[2] in last}
     return last if selected == chosen else sorted(chosen)
@@ -161,8 +163,8 @@ def _check_embeddings(base: Any, wanted: dict[str, list[str]], dropout: float) -
         for child in (base.get_submodule(name) for name in names):
             if (child is head or child is embedding) and head.weight is embedding.weight:
                 raise ModelError(
-                    f"{entry!r} is a matrix that {type(base).__name__} shares between embedding and head; an adapter would "
-                    "train one side only, and merging it would change both",
+                    f"{entry!r} is a matrix that {type(base).__name__} shares between embedding and head; an adapter "
+                    "would train one side only, and merging it would change both",
                     where="adapter.targets",
                     remedy=f"leave {entry!r} out, or train every parameter with adapter.kind=none",
                 )
@@ -229,12 +231,6 @@ def _stored_config(folder: Path, adapter: AdapterSection) -> tuple[LoraConfig, l
                 where=f"adapter.{name}",
                 remedy=f"leave adapter.{name} out, or set it to {value:g}",
             )
-    if adapter.targets != fields["targets"].default and set(adapter.targets) != set(_entries(config)):
-        raise ModelError(
-            f"adapter.targets={','.join(adapter.targets)}, but the adapter has {','.join(_entries(config))}",
-            where="adapter.targets",
-            remedy="leave adapter.targets out",
-        )
     notices = [f"going on from the adapter in {where}"]
     if config.lora_dropout != adapter.dropout:
         notices.append(
@@ -242,7 +238,21 @@ def _stored_config(folder: Path, adapter: AdapterSection) -> tuple[LoraConfig, l
         )
         config.lora_dropout = adapter.dropout
     config.inference_mode = False
+    config.base_model_name_or_path = None  # peft fills it in, and attach corrects it
     return config, notices
+
+
+def _check_same_targets(base: nn.Module, adapter: AdapterSection, stored: dict[str, list[str]]) -> None:
+    """Targets may be written otherwise than in the folder, but select the same modules; the default says nothing."""
+    if adapter.targets == AdapterSection.model_fields["targets"].default:
+        return
+    asked = {name for names in match_targets(base, adapter.targets).values() for name in names}
+    if asked != {name for names in stored.values() for name in names}:
+        raise ModelError(
+            f"adapter.targets={','.join(adapter.targets)}, but the adapter has {','.join(stored)}",
+            where="adapter.targets",
+            remedy="leave adapter.targets out",
+        )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -268,7 +278,8 @@ def _load(module: PeftModel, folder: Path, source: str) -> list[str]:
         stored = load_file(folder / WEIGHTS)
     except SafetensorError as error:
         raise ModelError(f"{WEIGHTS} is damaged: {error}", str(folder)) from error
-    places = get_peft_model_state_dict(module)
+    # Not auto: for that peft would ask the hub for the base's vocabulary.
+    places = get_peft_model_state_dict(module, save_embedding_layers=False)
     matched = stored.keys() & places.keys()
     if len(matched) < max(len(stored), len(places)):
         raise ModelError(

@@ -33,7 +33,7 @@ TINY_SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
 
 @dataclass(frozen=True)
 class Builtin:
-    """One embedded model: what it is, how to make its folder, and the version of that recipe (part of the folder's name)."""
+    """One embedded model: what it is, how to make its folder, and the version of the result (part of its name)."""
 
     about: str
     version: int
@@ -159,7 +159,7 @@ def byte_characters() -> list[str]:
 
 
 def _make_tiny(folder: Path) -> None:
-    """A Llama of about 115 thousand random parameters (seed 0, fp32) with a tokenizer in which every byte is a token."""
+    """A Llama of 115 thousand random parameters (seed 0, fp32) with a tokenizer in which every byte is a token."""
     import torch
     from safetensors.torch import save_file
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -22,13 +22,13 @@ SAMPLING_FIELDS = {
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
 }
-"""Settings that only sampling uses, with the value that says nothing (transformers refuses to save others without sampling)."""
+"""Settings that only sampling uses, with the value that says nothing; others cannot be saved without sampling."""
 ANSWER = "zebra"
 """A word that no template contains."""
 
 
 def turn_end(tokenizer: Any) -> int | None:
-    """The first special token after an assistant's words in the chat template; None without a template or such a token."""
+    """The first special token after an assistant's words in the chat template; None if there is none."""
     text = _rendered(tokenizer)
     if text is None or ANSWER not in text:
         return None
@@ -141,8 +141,8 @@ def untrained_tokens(base: Any, tokenizer: Any, tokens: Iterable[int]) -> list[s
         if weak:
             names = ", ".join(repr(tokenizer.convert_ids_to_tokens(token)) for token in weak)
             notices.append(
-                f"{names}: the row in the {place} is zero or equal to another token's, so it was never trained, and this "
-                "adapter leaves it frozen; train all parameters, add embedding and head to adapter.targets, "
+                f"{names}: the row in the {place} is zero or equal to another token's, so it was never trained, and "
+                "this adapter leaves it frozen; train all parameters, add embedding and head to adapter.targets, "
                 "or use a template with other tokens"
             )
     return notices

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers seen as backbone, blocks and head, and hidden states that packing cannot leak.
+"""A causal LM of transformers seen as backbone, blocks and head, and hidden states through which packing cannot leak.
 
 A packed row gets an explicit block-diagonal causal mask, the same on every attention backend, instead of the detection
 from positions that transformers switches off without a word when a cache or a mask is present. It costs S x S bits of
@@ -24,7 +24,7 @@ KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def assemble(module: nn.Module, tokenizer: Any, shape: Shape, source: str, notices: tuple[str, ...] = ()) -> Model:
-    """The parts of `module` (a transformers causal LM, or peft's wrapper around one). Raises ModelError by class name."""
+    """The parts of `module`: a transformers causal LM, or peft's wrapper around one. Raises ModelError by name."""
     base = module.get_base_model() if hasattr(module, "get_base_model") else module
     backbone, head = find_backbone(base), base.get_output_embeddings()
     if head is None:
@@ -119,7 +119,7 @@ def attention_windows(config: Any) -> dict[str, int | None]:
     unknown = sorted(set(layer_types) - KNOWN_LAYERS)
     if unknown:
         raise ModelError(
-            f"model type {config.model_type} has layers ({', '.join(unknown)}) for which packed documents cannot be kept apart",
+            f"model type {config.model_type} has layers ({', '.join(unknown)}) in which packed documents would mix",
             where="data.pack",
             remedy="set data.pack=false",
         )

@@ -1,4 +1,4 @@
-"""Models from a hub id, a folder or the embedded ones: config, tokenizer, weights in the right precision, checks, notices.
+"""Models from the hub, a folder or the embedded ones: config, tokenizer, weights in their precision, checks, notices.
 
 Weights are read from safetensors only, and code that a model brings runs only when the recipe says so. What this
 toolkit cannot train exactly (other architectures, draws that cannot be keyed, logits changed after the head) is refused
@@ -25,7 +25,7 @@ from finetune.errors import ModelError
 from finetune.models.adapters import attach, seeded
 from finetune.models.chat_tokens import align_generation, stop_tokens, template_tokens, untrained_tokens
 from finetune.models.decoder import assemble, attention_windows
-from finetune.models.quantized import check_stored, nf4_config, quantised_report
+from finetune.models.quantized import check_stored, keep_layout, nf4_config, quantised_report
 from finetune.models.source import Source, hub_fault, locate
 from finetune.models.verify import verify
 
@@ -164,7 +164,7 @@ def _weights(
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
-            f"{len(missing)} weights of {type(base).__name__} are not in the files (such as {missing[0]}) and would be random",
+            f"{len(missing)} weights of {type(base).__name__} are missing ({missing[0]}) and would be random",
             where=section.path,
             remedy="use a complete checkpoint of this architecture",
         )
@@ -173,6 +173,7 @@ def _weights(
             "this is an adapter, not a model", section.path, "set model.path to its base and adapter.path to it"
         )
     if section.base == "nf4":
+        keep_layout(base)
         notices += quantised_report(base)
     unused = sorted(info["unexpected_keys"])
     if unused:
@@ -222,10 +223,10 @@ def _check_draws(config: Any, section: ModelSection) -> None:
         is_rate = ("dropout" in field or "pdrop" in field) and isinstance(value, int | float) and value > 0
         if is_rate and "attn" in field + field.replace("attention", "attn"):
             raise ModelError(
-                f"{type(config).__name__} has {field}={value}: these draws come from the global generator, so micro-batch "
-                "size and recomputation would change the result",
+                f"{type(config).__name__} has {field}={value}: these draws come from the global generator, so "
+                "micro-batch size and recomputation would change the result",
                 where=section.path,
-                remedy=f"copy the model to a folder, set {field} to 0 in its config.json, and set model.path to that folder",
+                remedy=f"copy the model to a folder, set {field} to 0 in its config.json, and use that as model.path",
             )
 
 
@@ -236,7 +237,7 @@ def _check_vocabulary(base: Any, tokenizer: Any, section: ModelSection) -> None:
         raise ModelError(
             f"the tokenizer has ids up to {highest} and the embedding {rows} rows",
             where=section.path,
-            remedy="resize the model's embedding to the tokenizer and save both, or use the tokenizer that belongs to it",
+            remedy="resize the embedding to the tokenizer and save both, or use the tokenizer that belongs to it",
         )
 
 

@@ -16,7 +16,7 @@ from finetune.errors import ModelError
 
 
 def nf4_config(compute: torch.dtype) -> BitsAndBytesConfig:
-    """NF4 in blocks of 64 with 8-bit scales (Dettmers et al. 2023, QLoRA, section 3); products are made in `compute`."""
+    """NF4 in blocks of 64 with 8-bit scales (Dettmers et al. 2023, QLoRA, section 3); products are in `compute`."""
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -54,6 +54,17 @@ def check_stored(config: Any, base: str, where: str) -> str | None:
 def freeze(base: nn.Module) -> None:
     """Nothing of the base is trained; no precision changes."""
     base.requires_grad_(False)
+
+
+def keep_layout(base: nn.Module) -> None:
+    """Keeps bitsandbytes 0.50 from repacking a layer at its first evaluation on a CPU with AVX512-BF16.
+
+    The repacked layer has its scales rounded to bf16 and stays so in training, where its matmul has no backward: an
+    evaluation before the first step would change the model and leave the adapter without most of its gradient.
+    """
+    for child in base.modules():
+        if hasattr(child, "support_avx512bf16_for_cpu"):
+            child.support_avx512bf16_for_cpu = False
 
 
 def quantised_report(base: nn.Module) -> list[str]:

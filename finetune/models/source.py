@@ -50,7 +50,7 @@ class Source:
 
 
 def locate(section: ModelSection) -> Source:
-    """Folder or hub id of model.path; makes an embedded model if need be. Raises ModelError for what cannot be a model."""
+    """Folder or hub id of model.path; makes an embedded model if need be. ModelError for what cannot be a model."""
     path = section.path
     if path.startswith(PREFIX):
         folder = resolve(path)

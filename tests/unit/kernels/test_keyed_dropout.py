@@ -84,7 +84,7 @@ def test_rows_positions_and_features_draw_independently():
 
 @pytest.mark.parametrize("dropped", [0.05, 0.1, 0.5, 0.9])
 def test_rate_and_patterns_of_eight_neighbours_are_those_of_fair_draws(dropped):
-    """Chi-square of the number kept among 8 neighbours against the binomial; 8 degrees of freedom, 1 in 10,000 is 31.8."""
+    """Chi-square of how many of 8 neighbours are kept against the binomial; 8 degrees of freedom, 1 in 10,000: 31.8."""
     mask = mask_of(list(range(64)), 64, 64, dropped=dropped)
     kept = mask.float().mean().item()
     assert abs(kept - (1 - dropped)) < 4 * math.sqrt(dropped * (1 - dropped) / mask.numel())
