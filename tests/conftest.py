@@ -52,6 +52,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 def own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test runs in a folder of its own, so that nothing it writes lands in the checkout."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parent.parent))
 
 
 @pytest.fixture

@@ -20,9 +20,10 @@ from finetune.contracts import IGNORED
 from finetune.data.cells import RowError
 from finetune.data.packing import pack
 from finetune.data.preflight import LOST, TOO_LONG, DataReport, check
+from finetune.data.rendering import NO_TURN, Rendered, Renderer, missing_column
 from finetune.data.rows import Documents, RowSet, Splits
 from finetune.data.sources import Records, load_records
-from finetune.data.templates import NO_TURN, Rendered, Renderer, load_template, missing_column
+from finetune.data.templates import load_template
 from finetune.data.tokens import BATCH, tokenise_all
 from finetune.errors import ConfigError, DataError, Fault
 

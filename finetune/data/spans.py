@@ -247,7 +247,7 @@ def _lay_over(text: str, pieces: Sequence[str]) -> list[int] | None:
     return None if whole is None else whole[:-1]
 
 
-def _common(left: str, right: str) -> str:
+def _shared_start(left: str, right: str) -> str:
     shorter = min(len(left), len(right))
     return left[: next((at for at in range(shorter) if left[at] != right[at]), shorter)]
 
@@ -293,7 +293,7 @@ def _measure(form: ChatForm) -> Probe:
 
 def _header(form: ChatForm, asked: str, prompt: str, between: str, warnings: list[str]) -> tuple[str, str]:
     """The generation prompt's end as training text has it, and the template's own text between it and an answer."""
-    common = _common(prompt, between)
+    common = _shared_start(prompt, between)
     if prompt == asked and between[len(common) :].strip():
         warnings.append(
             f"the chat template of {form.name} ignores add_generation_prompt: answers start without a header"

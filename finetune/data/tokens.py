@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from finetune.contracts import IGNORED
+from finetune.data.rendering import Rendered
 from finetune.data.spans import Span
-from finetune.data.templates import Rendered
 from finetune.errors import DataError
 
 BATCH = 1000

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from finetune.models.load import stop_tokens
+from transformers import GenerationConfig
 
 from finetune.config.schema import GenerateSection
 from finetune.contracts import Model
 from finetune.kernels.precision import compute
+from finetune.models.load import stop_tokens
 
 
 def answer(
@@ -43,9 +44,7 @@ def answer(
     return [model.tokenizer.decode(row[width:], skip_special_tokens=True).strip() for row in output_BS.tolist()]
 
 
-def _settings(model: Model, settings: GenerateSection, pad: int):
-    from transformers import GenerationConfig
-
+def _settings(model: Model, settings: GenerateSection, pad: int) -> GenerationConfig:
     sampling = (
         {"do_sample": True, "temperature": settings.temperature} if settings.temperature > 0 else {"do_sample": False}
     )

@@ -14,7 +14,8 @@ from finetune.config.load import load_recipe
 from finetune.config.schema import Recipe
 from finetune.contracts import Model
 from finetune.data.dataset import prepare
-from finetune.data.templates import Renderer, load_template
+from finetune.data.rendering import Renderer
+from finetune.data.templates import load_template
 from finetune.environment import hub_offline
 from finetune.errors import InputError, NotBuiltError
 from finetune.generate.engine import answer

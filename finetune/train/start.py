@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,7 @@ def _yaml(values: dict[str, Any]) -> str:
     return yaml.safe_dump(plain, sort_keys=False)
 
 
-def _interrupt(job: Job):
+def _interrupt(job: Job) -> Callable[[], None]:
     """What evaluation asks between batches: with several ranks a signal waits for the next step, which they agree on."""
     return job.stop.check if job.world.size == 1 else (lambda: None)
 

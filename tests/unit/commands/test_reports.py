@@ -94,7 +94,10 @@ def test_data_reports_every_split(tmp_path: Path, capsys: pytest.CaptureFixture[
     rows = [{"input": f"She go to school {n}.", "target": f"She goes to school {n}."} for n in range(20)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("data", "recipe=quickstart", "model.path=builtin:tiny", f"data.path={path}", f"data.valid_path={path}")
+    words = (
+        *("data", "recipe=quickstart", "model.path=builtin:tiny", "data.template=grammar"),
+        *(f"data.path={path}", f"data.valid_path={path}"),
+    )
     found = report(capsys, *words)
     assert list(found) == ["train", "valid"]
     assert main(list(words)) == 0

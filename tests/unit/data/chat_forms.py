@@ -6,6 +6,8 @@ differently when they are last.
 
 from __future__ import annotations
 
+from typing import Any
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -151,3 +153,10 @@ def tiny_tokenizer(
     )
     tokenizer.chat_template = template
     return tokenizer
+
+
+def render(template: Any, record: dict[str, Any], where: str, tokenizer: Any, train_on: str = "assistant") -> Any:
+    """One record through a template bound to a tokenizer."""
+    from finetune.data.rendering import Renderer
+
+    return Renderer(template, tokenizer, train_on).render(record, where)

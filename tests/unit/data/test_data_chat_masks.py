@@ -10,8 +10,9 @@ import pytest
 
 from finetune.contracts import IGNORED
 from finetune.data.cells import RowError
+from finetune.data.rendering import Rendered, Renderer
 from finetune.data.spans import ChatForm
-from finetune.data.templates import Rendered, Renderer, load_template
+from finetune.data.templates import load_template
 from finetune.data.tokens import tokenise
 from finetune.errors import DataError
 from tests.unit.data import chat_forms
@@ -31,7 +32,9 @@ TALK = [
 
 def render(template: str, messages: list[dict[str, Any]], train_on: str = "assistant", **record: Any) -> Rendered:
     tokenizer = tiny_tokenizer(template)
-    return load_template("messages").render({"messages": messages, **record}, "rows line 1", tokenizer, train_on)
+    return chat_forms.render(
+        load_template("messages"), {"messages": messages, **record}, "rows line 1", tokenizer, train_on
+    )
 
 
 def spans(rendered: Rendered) -> list[str]:
@@ -40,7 +43,7 @@ def spans(rendered: Rendered) -> list[str]:
 
 def supervised(template: str, messages: list[dict[str, Any]], train_on: str = "assistant") -> str:
     tokenizer = tiny_tokenizer(template)
-    rendered = load_template("messages").render({"messages": messages}, "rows line 1", tokenizer, train_on)
+    rendered = chat_forms.render(load_template("messages"), {"messages": messages}, "rows line 1", tokenizer, train_on)
     ids, labels = tokenise(rendered, tokenizer)
     assert tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False) == rendered.text
     return tokenizer.decode(labels[labels != IGNORED].tolist(), clean_up_tokenization_spaces=False)

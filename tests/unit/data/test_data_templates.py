@@ -11,7 +11,7 @@ import pytest
 from finetune.data.cells import RowError
 from finetune.data.templates import load_template, template_names
 from finetune.errors import ConfigError, DataError
-from tests.unit.data.chat_forms import CHATML, tiny_tokenizer
+from tests.unit.data.chat_forms import CHATML, render, tiny_tokenizer
 
 SHIPPED = ("alpaca", "grammar", "messages", "summarize", "text")
 OWN = (
@@ -35,7 +35,7 @@ def test_worked_example(name: str) -> None:
         if expected is None:
             assert (name, form) in {("messages", "plain"), ("text", "chat")}
             continue
-        rendered = template.render(template.example["record"], "example", tokenizer)
+        rendered = render(template, template.example["record"], "example", tokenizer)
         assert rendered.text == expected["text"]
         assert [rendered.text[start:end] for start, end in rendered.spans] == expected["trained"]
 
@@ -43,7 +43,7 @@ def test_worked_example(name: str) -> None:
 def test_an_optional_column_may_be_absent_or_empty() -> None:
     alpaca = load_template("alpaca")
     rows = [{"instruction": "Go.", "output": "Gone."} | extra for extra in ({}, {"input": None}, {"input": ""})]
-    texts = {alpaca.render(row, "x", tiny_tokenizer()).text for row in rows}
+    texts = {render(alpaca, row, "x", tiny_tokenizer()).text for row in rows}
     assert len(texts) == 1
     assert "### Input" not in texts.pop()
 
@@ -51,7 +51,7 @@ def test_an_optional_column_may_be_absent_or_empty() -> None:
 def test_train_on_all_learns_the_prompt_too() -> None:
     record = {"input": "a", "target": "b"}
     for tokenizer in (tiny_tokenizer(), tiny_tokenizer(CHATML)):
-        rendered = load_template("grammar").render(record, "x", tokenizer, "all")
+        rendered = render(load_template("grammar"), record, "x", tokenizer, "all")
         assert rendered.spans == ((0, len(rendered.text.rstrip())),)
 
 
@@ -60,14 +60,14 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
     path.write_text(OWN)
     template = load_template(str(path))
     record = {"question": "Why?", "reply": "Because."}
-    rendered = template.render(record, "x", tiny_tokenizer())
+    rendered = render(template, record, "x", tiny_tokenizer())
     assert rendered.text == "Q: Why?\nA: Because.</s>"
     assert rendered.text[slice(*rendered.spans[0])] == " Because.</s>"
-    assert template.render(record, "x", tiny_tokenizer(CHATML)).text.startswith(
+    assert render(template, record, "x", tiny_tokenizer(CHATML)).text.startswith(
         "<|im_start|>user\nQ: Why?\nA:<|im_end|>"
     )
     path.write_text(OWN + "chat: never\n")
-    assert load_template(str(path)).render(record, "x", tiny_tokenizer(CHATML)).text == "Q: Why?\nA: Because.</s>"
+    assert render(load_template(str(path)), record, "x", tiny_tokenizer(CHATML)).text == "Q: Why?\nA: Because.</s>"
 
 
 def test_own_templates_in_the_working_folder_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_jinja_is_sandboxed(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("columns: {a: {required: true}}\nprompt: \"{{ a.__class__.__mro__ }}\"\nanswer: '{{ a }}'\n")
     with pytest.raises(DataError, match=r"prompt cannot be written"):
-        load_template(str(path)).render({"a": "x"}, "x", tiny_tokenizer())
+        render(load_template(str(path)), {"a": "x"}, "x", tiny_tokenizer())
 
 
 def test_b45_a_missing_column_names_file_row_columns_and_the_nearest(prepared: Callable[..., Any]) -> None:

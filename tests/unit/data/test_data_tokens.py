@@ -13,11 +13,12 @@ import torch
 
 from finetune.contracts import IGNORED, Row
 from finetune.data.loader import collate
-from finetune.data.templates import Rendered, begin_text, load_template
+from finetune.data.rendering import Rendered, begin_text
+from finetune.data.templates import load_template
 from finetune.data.tokens import _learned, tokenise
 from finetune.errors import DataError
 from tests.unit.data import chat_forms
-from tests.unit.data.chat_forms import tiny_tokenizer
+from tests.unit.data.chat_forms import render, tiny_tokenizer
 
 ROW = {"input": "a", "target": "b"}
 
@@ -26,7 +27,7 @@ def tokens(
     tokenizer: Any, template: str, record: dict[str, Any], train_on: str = "assistant"
 ) -> tuple[list[str], list[str]]:
     """All tokens, and the trained ones."""
-    ids, labels = tokenise(load_template(template).render(record, "row", tokenizer, train_on), tokenizer)
+    ids, labels = tokenise(render(load_template(template), record, "row", tokenizer, train_on), tokenizer)
     kept = labels[labels != IGNORED].tolist()
     return tokenizer.convert_ids_to_tokens(ids.tolist()), tokenizer.convert_ids_to_tokens(kept)
 
@@ -62,7 +63,7 @@ def test_b18_each_path_ends_with_exactly_one_trained_end_token() -> None:
         everything, trained = tokens(tokenizer, template, record)
         assert (trained[-1], trained.count(end)) == (end, 1), (template, record)
         assert everything.count("</s>") <= 1
-    rendered = load_template("grammar").render({**ROW, "target": "b</s>"}, "row", plain)
+    rendered = render(load_template("grammar"), {**ROW, "target": "b</s>"}, "row", plain)
     assert rendered.notes == (
         "answers that already ended with the stop token (not doubled)",
         "rows whose own text holds a special token's text",

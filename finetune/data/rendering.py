@@ -1,0 +1,198 @@
+"""Records to text: a template bound to a tokenizer writes each record and marks the characters that are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from finetune.data.cells import RowError, is_empty, text_cell
+from finetune.data.chat import Conversation, conversation
+from finetune.data.spans import STOPPED, ChatForm, Span
+from finetune.data.templates import Template, nearest
+from finetune.errors import DataError
+
+SPECIAL_TEXT = "rows whose own text holds a special token's text"
+NO_TURN = "no turn to learn (no assistant message, or all of them set aside)"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A record as text, and the character spans of it that are learned.
+
+    `stop` is the text that a complete answer ends with ('' where there is none); `injected` says that the chat template
+    added a system text of its own; `notes` are things about this row to be counted.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    stop: str = ""
+    injected: bool = False
+    notes: tuple[str, ...] = ()
+
+
+class Renderer:
+    """A template bound to a tokenizer: its chat form, begin and stop tokens are looked up once."""
+
+    def __init__(self, template: Template, tokenizer: Any, train_on: str = "assistant") -> None:
+        self.template = template
+        self.tokenizer = tokenizer
+        self.train_on = train_on
+        chat = template.kind == "messages" or (template.kind == "prompt" and template.chat)
+        has_form = bool(getattr(tokenizer, "chat_template", None))
+        if template.kind == "messages" and not has_form:
+            name = getattr(tokenizer, "name_or_path", "") or "the model"
+            raise DataError(
+                f"the tokenizer of {name} has no chat template, so rows of messages cannot be rendered",
+                where=f"data.template={template.name}",
+                remedy="use an instruct model, put a chat_template.jinja beside the tokenizer files, "
+                "or a template that needs none (alpaca, grammar, summarize, text)",
+            )
+        self.form = ChatForm(tokenizer) if chat and has_form else None
+        self.begin = begin_text(tokenizer)
+        self.end = tokenizer.eos_token or ""
+        self.special = [token for token in tokenizer.all_special_tokens if len(token) > 2]
+
+    @property
+    def stop(self) -> str:
+        """The text that a complete answer ends with."""
+        return self.form.probe.stop if self.form else self.end
+
+    def warnings(self) -> list[str]:
+        """What is odd about this tokenizer and its chat template, for every row alike."""
+        if self.form:
+            return list(self.form.probe.warnings)
+        return [] if self.end else ["the tokenizer has no end-of-text token: the model cannot learn to stop"]
+
+    def render(self, record: Mapping[str, Any], where: str) -> Rendered:
+        """One record as text with its learned spans; RowError names the row, the column and the reason."""
+        notes: set[str] = set()
+        cells, names = self._cells(record, where)
+        if self.template.kind == "messages":
+            talk = conversation(cells, names, self.template.roles, where, notes)
+            rendered = self._chat(talk, where, notes)
+        else:
+            values = self._values(cells, names, where, notes)
+            rendered = self._text(values, notes) if self.template.kind == "text" else self._asked(values, where, notes)
+        try:
+            rendered.text.encode()
+        except UnicodeEncodeError as error:
+            what = f"the text holds half a character (the lone surrogate {rendered.text[error.start]!r})"
+            raise RowError(what, where, reason="half a character", remedy="mend the text's encoding") from error
+        return replace(rendered, notes=tuple(sorted(notes)))
+
+    def prompt(self, text: str) -> str:
+        """What the model is given to answer `text` (the template's first required column, or a user's turn)."""
+        first, *others = [column.name for column in self.template.columns if column.required]
+        if self.template.kind == "text":
+            return self._begun(text)
+        if self.template.kind == "messages":
+            turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "answer"}]
+            record: dict[str, Any] = {first: turns}
+        else:
+            record = {first: text, **dict.fromkeys(others, "answer")}
+        named = {self.template.mapping.get(name, name): value for name, value in record.items()}
+        asked = Renderer(self.template, self.tokenizer) if self.train_on == "all" else self
+        rendered = asked.render(named, "the prompt")
+        return rendered.text[: rendered.spans[0][0]]
+
+    def _cells(self, record: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, str]]:
+        missing = self.template.missing(record)
+        if missing:
+            raise missing_column(missing[0], list(record), where, self.template)
+        names = self.template.file_columns(record)
+        return {column: record[name] for column, name in names.items()}, names
+
+    def _values(
+        self, cells: Mapping[str, Any], names: Mapping[str, str], where: str, notes: set[str]
+    ) -> dict[str, str]:
+        """Every column as text; an absent optional one is ''."""
+        values = {}
+        for column in self.template.columns:
+            name = names.get(column.name, column.name)
+            value = cells.get(column.name)
+            if column.required and is_empty(value):
+                what = f"column {name!r} is empty"
+                raise RowError(what, where, reason=what, remedy="write it, or set data.on_bad_row=skip")
+            values[column.name] = text_cell(value, name, where, notes)
+        if any(token in value for value in values.values() for token in self.special):
+            notes.add(SPECIAL_TEXT)
+        return values
+
+    def _write(self, key: str, values: Mapping[str, str]) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return str(self.template.texts[key].render(values))
+        except TemplateError as error:
+            raise DataError(f"the template's {key} cannot be written: {error}", where=self.template.path) from error
+
+    def _asked(self, values: Mapping[str, str], where: str, notes: set[str]) -> Rendered:
+        answer = self._write("answer", values)
+        if is_empty(answer):
+            raise RowError("the answer is empty", where, reason="the answer is empty")
+        if self.form:
+            turns = [
+                {"role": "user", "content": self._write("prompt", values)},
+                {"role": "assistant", "content": answer},
+            ]
+            return self._chat(Conversation(turns, None, [True, True]), where, notes, scan=False)
+        prompt = self._begun(self._write("plain" if "plain" in self.template.texts else "prompt", values))
+        text = prompt + self._ended(answer, notes)
+        start = 0 if self.train_on == "all" else len(prompt)
+        return Rendered(text, ((start, len(text)),), stop=self.end)
+
+    def _text(self, values: Mapping[str, str], notes: set[str]) -> Rendered:
+        """A document: all of it is learned, its end too."""
+        text = self._begun(self._ended(self._write("text", values), notes))
+        return Rendered(text, ((0, len(text)),), stop=self.end)
+
+    def _begun(self, text: str) -> str:
+        return text if text.startswith(self.begin) else self.begin + text
+
+    def _ended(self, text: str, notes: set[str]) -> str:
+        """The text with exactly one stop token at its end."""
+        while self.end and text.rstrip().endswith(self.end):
+            notes.add(STOPPED)
+            text = text.rstrip()[: -len(self.end)]
+        return text + self.end
+
+    def _chat(self, talk: Conversation, where: str, notes: set[str], scan: bool = True) -> Rendered:
+        form = self.form
+        assert form is not None
+        if scan and any(token in message["content"] for message in talk.messages for token in self.special):
+            notes.add(SPECIAL_TEXT)
+        text, turns = form.render(talk, where, notes)
+        injected = bool(form.probe.injected) and talk.messages[0]["role"] != "system"
+        last = max(turns, default=-1)
+        chosen = [
+            span for index, span in turns.items() if talk.trained[index] and (self.train_on != "last" or index == last)
+        ]
+        if self.train_on == "all":
+            if not all(talk.trained):
+                raise RowError(
+                    "a message says train=false, but data.train_on=all", where, "train flags under train_on=all"
+                )
+            chosen = [(0, max([len(text.rstrip()), *(end for _, end in turns.values())]))]
+        return Rendered(text, tuple(sorted(chosen)), form.probe.stop, injected)
+
+
+def begin_text(tokenizer: Any) -> str:
+    """What the tokenizer itself puts before a text (its BOS), as text; '' when it adds nothing."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a", add_special_tokens=True)["input_ids"]
+    for count in range(len(full) - len(plain) + 1):
+        if full[count : count + len(plain)] == plain:
+            return "".join(tokenizer.convert_ids_to_tokens(full[:count]))
+    return ""
+
+
+def missing_column(name: str, found: list[str], where: str, template: Template) -> RowError:
+    """The fault of a row without a required column: what it has, and the nearest name."""
+    shown = ", ".join(map(str, found)) or "none"
+    column = next(
+        (column.name for column in template.columns if template.mapping.get(column.name, column.name) == name), name
+    )
+    remedy = f"set data.columns.{column}=NAME if the file calls it otherwise"
+    what = f"the column {name!r} that the template {template.name!r} needs is missing; columns found: {shown}"
+    return RowError(what + nearest(name, found), where, reason=f"the column {name!r} is missing", remedy=remedy)
