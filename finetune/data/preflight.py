@@ -151,7 +151,6 @@ def _counted(count: int, places: tuple[str, ...] | None) -> str:
 def render(report: DataReport) -> RenderableType:
     """The report for a terminal: counts, histogram of lengths, warnings, and a sample whose trained text is marked."""
     from rich.console import Group
-    from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
 
@@ -162,16 +161,38 @@ def render(report: DataReport) -> RenderableType:
     most = max((count for _, count in report.histogram), default=1)
     for upper, count in report.histogram:
         bars.add_row(Text(f"<= {upper:,}", justify="right"), Text("█" * round(BAR * count / most)), Text(f"{count:,}"))
-    sample, room = Text(), SHOWN_CHARACTERS
-    for text, trained in report.sample:
-        sample.append(text[:room], style="bold green" if trained else "dim")
-        room -= min(room, len(text))
-    if not room:
-        sample.append(" ...")
     parts: list[RenderableType] = [table]
     if report.histogram:
         parts.append(bars)
     parts += [Text(f"warning: {warning}", style="yellow") for warning in report.warnings]
-    if report.sample:
-        parts.append(Panel(sample, title="first document (trained text is bold)", title_align="left"))
-    return Group(*parts)
+    return Group(*parts, sample(report))
+
+
+def sample(report: DataReport) -> RenderableType:
+    """The first document as the model gets it, what is trained in bold."""
+    from rich.panel import Panel
+    from rich.text import Text
+
+    shown, room = Text(), SHOWN_CHARACTERS
+    for text, trained in report.sample:
+        shown.append(text[:room], style="bold green" if trained else "dim")
+        room -= min(room, len(text))
+    if not room:
+        shown.append(" ...")
+    return Panel(shown, title="first document (trained text is bold)", title_align="left")
+
+
+def headline(report: DataReport) -> str:
+    """The report in a line, with everything that was dropped, cut or changed."""
+    packed = f" packed into {report.rows:,} rows, {report.efficiency:.1%} full" if report.packed else ""
+    parts = [
+        f"{report.documents:,} documents{packed}",
+        f"{report.tokens:,} tokens, {report.trained_tokens:,} of them trained ({report.supervised_ratio:.1%})",
+        *(
+            f"dropped {_counted(count, report.places.get(reason))}: {reason}"
+            for reason, count in report.dropped.items()
+        ),
+        *([f"{report.truncated:,} truncated at {report.max_tokens:,} tokens"] if report.truncated else []),
+        *(f"{_counted(count, report.places.get(note))} {note}" for note, count in report.notes.items()),
+    ]
+    return f"data  {report.split}: {'; '.join(parts)}  ({report.path})"

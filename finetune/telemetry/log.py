@@ -37,16 +37,16 @@ class Log:
     def say(self, content: Any = "") -> None:
         """A line or a rich renderable; plain text is printed as typed, without markup."""
         if self.speaks:
-            self.console.print(Text(content) if isinstance(content, str) else content)
+            self.console.print(Text(content) if isinstance(content, str) else content, soft_wrap=isinstance(content, str))
 
     def notice(self, text: str) -> None:
         """Something the user should know and need not act on."""
         if self.speaks:
-            self.console.print(Text.assemble(("note  ", "cyan"), text))
+            self.console.print(Text.assemble(("note  ", "cyan"), text), soft_wrap=True)
 
     def warn(self, text: str) -> None:
         if self.speaks:
-            self.console.print(Text.assemble(("warning  ", "yellow"), text))
+            self.console.print(Text.assemble(("warning  ", "yellow"), text), soft_wrap=True)
 
     def heading(self, text: str) -> None:
         if self.speaks:

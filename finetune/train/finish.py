@@ -1,4 +1,4 @@
-"""What a run leaves for a person: sample answers before and after, and the summary."""
+"""What a run shows and leaves for a person: its data, sample answers before and after, and the summary."""
 
 from __future__ import annotations
 
@@ -8,15 +8,28 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from finetune.data import preflight
+from finetune.data.dataset import Splits
+from finetune.generate.engine import answer
 from finetune.planner.hardware import detect
 from finetune.planner.plan import Decision
-
-from finetune.generate.engine import answer
 from finetune.tasks.text import prompt_and_answer
 from finetune.telemetry import memory
+from finetune.telemetry.log import Log
 from finetune.train.job import Job
 
+PROMPT_SHOWN = 240
+"""Characters of a sample's prompt that are printed; summary.json has all of it."""
 PACKAGES = ("finetune", "torch", "transformers", "peft", "accelerate", "bitsandbytes", "datasets")
+
+
+def show_data(splits: Splits, log: Log) -> None:
+    """A line for each split, its warnings, and the first training document with what is trained in bold."""
+    for rows in (splits.train, *splits.evaluate.values()):
+        log.say(preflight.headline(rows.report))
+        for warning in rows.report.warnings:
+            log.warn(warning)
+    log.say(preflight.sample(splits.train.report))
 
 
 def samples(job: Job) -> list[dict[str, str]]:
@@ -41,11 +54,12 @@ def samples(job: Job) -> list[dict[str, str]]:
 
 
 def show_samples(job: Job, after: list[dict[str, str]]) -> None:
-    """Prints each sample: prompt, answer before, answer after, expected."""
+    """Prints each sample: the end of the prompt, the answer before and after, and what was expected."""
     for number, (first, last) in enumerate(zip(job.progress.samples_before, after, strict=False), 1):
+        prompt = " ".join(first["prompt"].split())
         job.log.heading(f"sample {number}")
         for label, text in (
-            ("prompt", first["prompt"]),
+            ("prompt", f"... {prompt[-PROMPT_SHOWN:]}" if len(prompt) > PROMPT_SHOWN else prompt),
             ("before", first["answer"]),
             ("after", last["answer"]),
             ("expected", last["expected"]),

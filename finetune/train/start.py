@@ -13,7 +13,6 @@ from finetune.checkpoint import export, store
 from finetune.config.load import save_recipe
 from finetune.config.schema import Recipe
 from finetune.contracts import Model, Result
-from finetune.data import preflight
 from finetune.data.dataset import prepare
 from finetune.data.loader import Order, total_steps
 from finetune.environment import Launch
@@ -55,8 +54,7 @@ def _run(recipe: Recipe, launch: Launch, world: World) -> Result:
     folder, checkpoint = run_folder(recipe, world, log)
     tokenizer = load_tokenizer(recipe.model)
     splits = prepare(recipe, tokenizer)
-    for rows in (splits.train, *splits.evaluate.values()):
-        log.say(preflight.render(rows.report))
+    finish.show_data(splits, log)
     order = Order(splits.train.lengths, recipe.train.batch, recipe.train.batch_tokens, recipe.train.seed)
     saved = state.read(checkpoint, recipe, splits.train.fingerprint) if checkpoint else None
     progress = state.progress_of(saved[1]) if saved else Progress()

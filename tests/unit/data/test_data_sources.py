@@ -124,7 +124,7 @@ def test_an_unreachable_hub_is_one_clear_line(tmp_path: Path) -> None:
         "try:\n    load_records('no-such-owner/no-such-set:test', DataSection())\n"
         "except DataError as error:\n    print(error)\n"
     )
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100)
     lines = done.stdout.strip().splitlines()
     assert lines[0].startswith("no-such-owner/no-such-set split test: the hub data set cannot be loaded"), done.stderr
