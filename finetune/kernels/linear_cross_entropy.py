@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from finetune.contracts import IGNORED
@@ -183,8 +182,11 @@ class _ChunkedLoss(torch.autograd.Function):
         return total.to(_sum_dtype(options.compute))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        # Grad mode is on in a backward only with create_graph; the gradients are constants here, so a second derivative
+        # would be a silent zero.
+        if torch.is_grad_enabled():
+            raise RuntimeError("linear_cross_entropy_sum has no second derivatives; use linear_cross_entropy_reference")
         hidden_ND, weight_VD, bias_V = ctx.saved_tensors
         hidden = _scaled(hidden_ND, scale, hidden_ND.dtype if hidden_ND is not None else None)
         weight = _scaled(weight_VD, scale, ctx.weight_dtype)
@@ -192,7 +194,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    """gradient x scale, multiplied in the wider dtype: a scale such as 1/1234 rounded to bf16 would bias every element."""
+    """gradient x scale, multiplied in the wider dtype: 1/1234 rounded to bf16 would bias every element."""
     if gradient is None:
         return None
     result = torch.empty_like(gradient, dtype=dtype)

@@ -199,7 +199,8 @@ def _blocks(name: str, model: nn.Module) -> list[nn.Module]:
         raise ModelError(
             f"{name}: the model has no list of blocks", "model.path", "this architecture cannot be planned"
         )
-    blocks = list(max(lists, key=lambda blocks: _parameters(blocks)))
+    sizes_of = [_parameters(part) for part in lists]
+    blocks = list(lists[sizes_of.index(max(sizes_of))])
     sizes = sorted({_parameters(block) for block in blocks})
     if len(sizes) > 1:
         raise ModelError(

@@ -85,7 +85,7 @@ def decide(
     """The fastest plan within the budget, for `ranks` processes and rows of at most `longest_row` tokens (default
     data.max_tokens).
 
-    Raises NothingFitsError (as PlanRefusedError, with the gap, the smallest plan and the recipe changes that would fit);
+    Raises NothingFitsError (as PlanRefusedError: the gap, the smallest plan, the recipe changes that would fit);
     InputError or NotBuiltError for pins that contradict the recipe or cannot be kept.
     """
     check_built(recipe, shape, ranks)

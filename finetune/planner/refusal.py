@@ -37,7 +37,7 @@ class Change:
 
 
 class PlanRefusedError(NothingFitsError):
-    """No exact plan fits. `smallest` is the smallest plan, `gap` the bytes that it lacks, `changes` the recipe's ways out."""
+    """No exact plan fits. `smallest` is the smallest plan, `gap` what it lacks in bytes, `changes` the ways out."""
 
     def __init__(self, smallest: Plan, estimate: Estimate, gap: int, changes: tuple[Change, ...], what: str) -> None:
         self.smallest = smallest
