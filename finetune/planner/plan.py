@@ -64,7 +64,6 @@ class Decision:
     budget: Budget
     precision: str
     facts: Facts
-    relative: float = 1.0
 
 
 def optimizer_bytes(name: str) -> StateBytes:

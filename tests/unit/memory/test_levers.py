@@ -1,4 +1,4 @@
-"""Every lever on and off, alone and together, gives the same losses and gradients; every row of the table is covered."""
+"""Every lever on and off, alone and together, gives the same losses and gradients; every row is covered."""
 
 from __future__ import annotations
 

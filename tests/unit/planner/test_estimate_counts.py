@@ -1,4 +1,4 @@
-"""The estimate against counted bytes, on tiny Llamas on the CPU: what autograd saves, and the widest moment of a step."""
+"""The estimate against counted bytes of tiny Llamas on the CPU: what autograd saves, and a step's widest moment."""
 
 from __future__ import annotations
 
