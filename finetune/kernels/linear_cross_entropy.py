@@ -77,8 +77,8 @@ def _without_offset(bias_V: Tensor) -> Tensor:
 class _Job:
     """What has no gradient. `compute` is the dtype of the products; `gradients`: grad mode is on."""
 
-    labels_N: Tensor
-    weights_N: Tensor | None
+    labels: Tensor
+    weights: Tensor | None
     chunk: int
     compute: torch.dtype
     gradients: bool
@@ -161,7 +161,7 @@ class _ChunkedLoss(torch.autograd.Function):
         bias_V: Tensor | None,
         job: _Job,
     ) -> Tensor:
-        labels_N, weights_N = job.labels_N, job.weights_N
+        labels_N, weights_N = job.labels, job.weights
         needed = tuple(need and job.gradients for need in ctx.needs_input_grad[:3])
         gradients = _Gradients(hidden_ND, weight_VD, bias_V, needed)
         cast_VD = weight_VD.to(job.compute)
