@@ -318,3 +318,14 @@ def test_the_table_shows_plan_causes_levers_and_neighbours(machine: str, shape: 
 )
 def test_sizes_in_words(count: int, text: str) -> None:
     assert size(count) == text
+
+
+def test_small_models_take_large_micro_batches_and_padding_argues_for_small_ones() -> None:
+    """What a micro-batch costs to launch weighs more, the fewer operations a token has."""
+    rows = {"data__pack": False}
+    tiny = decide(recipe(**rows), SHAPES["tiny"], parse("cpu"), 1, 128, optimizers)
+    small = decide(recipe(**rows), SHAPES["smollm2-135m"], parse("cpu"), 1, 512, optimizers)
+    assert tiny.plan.micro_batch == 16
+    assert small.plan.micro_batch == 1
+    packed = decide(recipe(), SHAPES["smollm2-135m"], parse("cpu"), 1, 512, optimizers)
+    assert packed.plan.micro_batch > 1
