@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from finetune.contracts import IGNORED
@@ -65,9 +64,9 @@ def linear_cross_entropy_sum(
     compute = _compute_dtype(hidden_ND, weight_VD)
     # A softmax does not see a common offset: taken off the bias first, it costs the logits no digits.
     shifted_V = None if bias_V is None else _without_offset(bias_V.to(_sum_dtype(compute)))
-    options = _Options(chunk, compute, torch.is_grad_enabled())
+    job = _Job(labels_N, weights_N, chunk, compute, torch.is_grad_enabled())
     with torch.autocast(hidden_ND.device.type, enabled=False):
-        return _ChunkedLoss.apply(hidden_ND, weight_VD, shifted_V, labels_N, weights_N, options)
+        return _ChunkedLoss.apply(hidden_ND, weight_VD, shifted_V, job)
 
 
 def _without_offset(bias_V: Tensor) -> Tensor:
@@ -75,7 +74,11 @@ def _without_offset(bias_V: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Options:
+class _Job:
+    """What has no gradient. `compute` is the dtype of the products; `gradients`: grad mode is on."""
+
+    labels: Tensor
+    weights: Tensor | None
     chunk: int
     compute: torch.dtype
     gradients: bool
@@ -156,43 +159,45 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden_ND: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
-        labels_N: Tensor,
-        weights_N: Tensor | None,
-        options: _Options,
+        job: _Job,
     ) -> Tensor:
-        needed = tuple(need and options.gradients for need in ctx.needs_input_grad[:3])
+        labels_N, weights_N = job.labels, job.weights
+        needed = tuple(need and job.gradients for need in ctx.needs_input_grad[:3])
         gradients = _Gradients(hidden_ND, weight_VD, bias_V, needed)
-        cast_VD = weight_VD.to(options.compute)
+        cast_VD = weight_VD.to(job.compute)
         total = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
 
         def add_chunk(rows_C: Tensor | slice) -> None:
             # A function, so that one chunk's logits are gone before the next are made.
-            hidden_CD = hidden_ND[rows_C].to(options.compute)
+            hidden_CD = hidden_ND[rows_C].to(job.compute)
             weights_C = None if weights_N is None else weights_N[rows_C]
-            logits_CV = (hidden_CD @ cast_VD.t()).to(_sum_dtype(options.compute))
+            logits_CV = (hidden_CD @ cast_VD.t()).to(_sum_dtype(job.compute))
             if bias_V is not None:
                 logits_CV += bias_V
             total.add_(_loss(logits_CV, labels_N[rows_C], weights_C, slope=any(needed)))
             if any(needed):
                 gradients.add(logits_CV, hidden_CD, cast_VD, rows_C)
 
-        for rows_C in _chunks(labels_N, options.chunk):
+        for rows_C in _chunks(labels_N, job.chunk):
             add_chunk(rows_C)
         ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
         ctx.weight_dtype = weight_VD.dtype
-        return total.to(_sum_dtype(options.compute))
+        return total.to(_sum_dtype(job.compute))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        # Grad mode is on in a backward only with create_graph; the gradients are constants here, so a second derivative
+        # would be a silent zero.
+        if torch.is_grad_enabled():
+            raise RuntimeError("linear_cross_entropy_sum has no second derivatives; use linear_cross_entropy_reference")
         hidden_ND, weight_VD, bias_V = ctx.saved_tensors
         hidden = _scaled(hidden_ND, scale, hidden_ND.dtype if hidden_ND is not None else None)
         weight = _scaled(weight_VD, scale, ctx.weight_dtype)
-        return hidden, weight, None if bias_V is None else bias_V * scale, None, None, None
+        return hidden, weight, None if bias_V is None else bias_V * scale, None
 
 
 def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    """gradient x scale, multiplied in the wider dtype: a scale such as 1/1234 rounded to bf16 would bias every element."""
+    """gradient x scale, multiplied in the wider dtype: 1/1234 rounded to bf16 would bias every element."""
     if gradient is None:
         return None
     result = torch.empty_like(gradient, dtype=dtype)

@@ -69,8 +69,8 @@ def attention_mask(storage: Storage, work: Work) -> int:
 def block_workspace(shape: Shape, storage: Storage, work: Work) -> int:
     """The most that one block's forward or backward needs beyond what it saved.
 
-    Backward is widest in the MLP: the gradients of both factors stand beside that of their product, whose saved value is
-    gone. A trained linear's own gradient stands there too before it is added. With adapters under autocast, forward
+    Backward is widest in the MLP: the gradients of both factors stand beside that of their product, whose saved value
+    is gone. A trained linear's own gradient stands there too before it is added. With adapters under autocast, forward
     is widest at the down projection, whose input peft casts to fp32.
     """
     tokens, length = work.tokens, work.length
@@ -95,9 +95,11 @@ def norm_workspace(shape: Shape, storage: Storage, work: Work) -> int:
 
 
 def forward_workspace(shape: Shape, storage: Storage, work: Work) -> int:
-    """Bytes of one block's forward without gradients: four of the stream's width (the embedding's output, which the model
-    holds, the block's input, the residual, a norm's output) and the MLP's wide tensors. Adapters add one more of those,
-    and under autocast the fp32 copy that peft makes of a linear's input."""
+    """Bytes of one block's forward without gradients: four tensors of the stream's width and the MLP's wide ones.
+
+    The four: the embedding's output, which the model holds, the block's input, the residual, a norm's output. Adapters
+    add one more wide tensor, and under autocast the fp32 copy that peft makes of a linear's input.
+    """
     wide = storage.compute * shape.intermediate * (4 if storage.targets else 3)
     if storage.targets and storage.cast:
         wide += 4 * shape.hidden

@@ -44,7 +44,7 @@ def saves(shape: Shape, storage: Storage, work: Work, on: bool) -> int:
 
 
 def forward_operations(shape: Shape, length: int) -> float:
-    """Floating-point operations a token of all blocks' forward: two a weight, and causal attention's 2 x length x width."""
+    """Operations a token of all blocks' forward: two a weight, and 2 x length x width of causal attention."""
     attention = 2.0 * length * shape.heads * shape.head_dim
     return shape.blocks * (2.0 * shape.linear_parameters + attention)
 
@@ -101,7 +101,7 @@ def _owner(module: nn.Module, names: tuple[str, str]) -> tuple[Any, str]:
 
 
 def _release_inputs(model: Any) -> None:
-    """Takes back the hook that makes embeddings require a gradient: only re-entrant checkpointing needs it, and it costs
-    the first block's backward to its input."""
+    """Takes back the hook that makes embeddings require a gradient: only re-entrant checkpointing needs it, and it
+    costs the first block's backward to its input."""
     if hasattr(type(model), "disable_input_require_grads") and getattr(model, "_require_grads_hooks", None):
         model.disable_input_require_grads()

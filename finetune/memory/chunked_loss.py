@@ -32,7 +32,7 @@ THIN_TRAINED = 256.0
 
 @dataclass(frozen=True)
 class LossBytes:
-    """Bytes of the loss at one moment: `logits`, and `workspace` (the head's input, gradients of input and weight, casts)."""
+    """Bytes of the loss at one moment: `logits`, and `workspace` (the head's input, gradients, casts)."""
 
     logits: int
     workspace: int
@@ -166,7 +166,7 @@ def _refuse_dropout(head: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class LogitsRule:
-    """How a family of models changes its logits: `change(value)` gives the function of logits for the config's value."""
+    """How a family of models changes its logits: `change(value)` is the function of logits for the config's value."""
 
     attribute: str
     families: tuple[str, ...]

@@ -13,7 +13,7 @@ from finetune.contracts import LinearShape, Shape
 from finetune.errors import InputError
 
 NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
-"""Bits a parameter of a linear in NF4 with doubly quantised scales: 4, an 8-bit scale for every 64, a fp32 for every 64 x 256.
+"""Bits a parameter in NF4 with doubly quantised scales: 4, an 8-bit scale for every 64, a fp32 for every 64 x 256.
 Source: bitsandbytes `quantize_4bit(blocksize=64, compress_statistics=True)`; 4.127."""
 NF4_TABLES = 4 * (16 + 256 + 1)
 """Bytes of code tables and the scales' mean that bitsandbytes keeps with every 4-bit weight."""
@@ -76,7 +76,10 @@ class Storage:
 
 
 def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu") -> Storage:
-    """The storage of a recipe at a resolved precision (`bf16` or `fp32`). InputError names adapter targets that match nothing."""
+    """The storage of a recipe at a resolved precision, `bf16` or `fp32`.
+
+    InputError names adapter targets that match nothing.
+    """
     compute = 2 if precision == "bf16" else 4
     trained = recipe.adapter.kind == "none"
     blocks, head, embedding = (frozenset[str](), False, False) if trained else _targets(shape, recipe.adapter.targets)

@@ -18,8 +18,8 @@ Exactness = Literal["bitwise", "reordered sums", "other roundings"]
 
 @dataclass(frozen=True)
 class Lever:
-    """One row. `field` is the key under `plan.` and the Plan's field; `saves` gives bytes of the step's peak and `slowdown`
-    the share of a step's time, for a value against "off"; `exact` is the class of what it changes when on."""
+    """One row. `field` is the key under `plan.` and the Plan's field; `saves` gives bytes of the step's peak and
+    `slowdown` the share of a step's time, for a value against "off"; `exact` is the class of what it changes."""
 
     name: str
     field: str

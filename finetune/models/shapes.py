@@ -8,6 +8,7 @@ not sum to its whole is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,6 @@ def _llama(
     heads: tuple[int, int],
     vocabulary: int,
     positions: int,
-    tied: bool = False,
-    attention_bias: bool = False,
 ) -> Shape:
     """A LLaMA-shaped row; widths (hidden, intermediate), heads (query, key-value), head width hidden / heads."""
     hidden, intermediate = widths
@@ -42,7 +41,6 @@ def _llama(
         LinearShape("mlp.up_proj", hidden, intermediate),
         LinearShape("mlp.down_proj", intermediate, hidden),
     )
-    extra = 2 * hidden + (queries + 2 * keys if attention_bias else 0)
     return Shape(
         name=name,
         blocks=blocks,
@@ -53,11 +51,22 @@ def _llama(
         head_dim=hidden // heads[0],
         vocabulary=vocabulary,
         positions=positions,
-        tied=tied,
+        tied=False,
         linears=linears,
-        block_extra=extra,
+        block_extra=2 * hidden,
         extra=hidden,
     )
+
+
+def _biased(shape: Shape) -> Shape:
+    """The row with a bias on queries, keys and values, as Qwen2 has."""
+    biases = shape.head_dim * (shape.heads + 2 * shape.kv_heads)
+    return replace(shape, block_extra=shape.block_extra + biases)
+
+
+def _tied(shape: Shape) -> Shape:
+    """The row with the embedding as its head."""
+    return replace(shape, tied=True)
 
 
 SHAPES: dict[str, Shape] = {
@@ -65,9 +74,9 @@ SHAPES: dict[str, Shape] = {
     for shape in (
         _llama("llama3-8b", 32, (4096, 14336), (32, 8), 128256, 8192),
         _llama("llama3-70b", 80, (8192, 28672), (64, 8), 128256, 8192),
-        _llama("qwen2.5-7b", 28, (3584, 18944), (28, 4), 152064, 32768, attention_bias=True),
+        _biased(_llama("qwen2.5-7b", 28, (3584, 18944), (28, 4), 152064, 32768)),
         _llama("mistral-7b", 32, (4096, 14336), (32, 8), 32768, 32768),
-        _llama("smollm2-135m", 30, (576, 1536), (9, 3), 49152, 8192, tied=True),
+        _tied(_llama("smollm2-135m", 30, (576, 1536), (9, 3), 49152, 8192)),
         _llama("tiny", 2, (64, 128), (4, 2), 320, 2048),
     )
 }
@@ -199,7 +208,8 @@ def _blocks(name: str, model: nn.Module) -> list[nn.Module]:
         raise ModelError(
             f"{name}: the model has no list of blocks", "model.path", "this architecture cannot be planned"
         )
-    blocks = list(max(lists, key=lambda blocks: _parameters(blocks)))
+    sizes_of = [_parameters(part) for part in lists]
+    blocks = list(lists[sizes_of.index(max(sizes_of))])
     sizes = sorted({_parameters(block) for block in blocks})
     if len(sizes) > 1:
         raise ModelError(

@@ -52,7 +52,7 @@ def precision_of(recipe: Recipe, hardware: Hardware) -> str:
 
 
 def budget_of(recipe: Recipe, hardware: Hardware, ranks: int) -> Budget:
-    """The budget of each of `ranks` processes. On a CPU, and for host memory, all of them are taken to share this host."""
+    """The budget of each of `ranks` processes. All of them are taken to share this host's memory."""
     device = device_of(recipe, hardware)
     notes: list[str] = []
     host = _bounded(recipe.plan.host_memory, hardware.host_bytes, "cpu", "plan.host_memory", notes)

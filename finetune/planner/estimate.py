@@ -29,8 +29,8 @@ ALLOCATOR_SHARE = 0.03
 
 @dataclass(frozen=True)
 class Facts:
-    """What an estimate needs beside shape, recipe and plan. `longest_row` in tokens; `precision` bf16 or fp32; `rows` of one
-    rank's share of a step. `state_bytes` is the optimizer row's."""
+    """What an estimate needs beside shape, recipe and plan: `longest_row` in tokens, `precision` bf16 or fp32, `rows`
+    of one rank's share of a step. `state_bytes` is the optimizer row's."""
 
     longest_row: int
     precision: str
@@ -40,8 +40,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes by cause of one process. `phases` (load, step, evaluate, save) are the device's; `host` is the host's peak, which
-    on a CPU is that of the widest phase."""
+    """Bytes by cause of one process. `phases` (load, step, evaluate, save) are the device's; `host` is the host's peak,
+    which on a CPU is that of the widest phase."""
 
     phases: dict[str, Bytes]
     host: Bytes

@@ -35,8 +35,9 @@ def check_built(recipe: Recipe, shape: Shape, ranks: int) -> None:
     if blocks != "auto" and blocks != shape.blocks:
         raise NotBuiltError(f"plan.resident_blocks={blocks}", f"leave it auto: all {shape.blocks} blocks are resident")
     if recipe.plan.data not in ("auto", ranks):
+        started = "1 process was" if ranks == 1 else f"{ranks} processes were"
         raise InputError(
-            f"plan.data={recipe.plan.data}, but {ranks} process{'es' if ranks > 1 else ''} {'were' if ranks > 1 else 'was'} started",
+            f"plan.data={recipe.plan.data}, but {started} started",
             where="plan.data",
             remedy=f"accelerate launch --num_processes {recipe.plan.data}, or leave plan.data auto",
         )
@@ -49,7 +50,7 @@ def micro_batches(recipe: Recipe, rows: int, ranks: int) -> list[int]:
         return sorted({-(-rows // parts) for parts in range(1, rows + 1)}, reverse=True)
     if recipe.train.batch is not None and pinned > rows:
         raise InputError(
-            f"plan.micro_batch={pinned}, but a step gives a process only {rows} of train.batch={recipe.train.batch} rows",
+            f"plan.micro_batch={pinned}, but a process gets only {rows} of a step's {recipe.train.batch} rows",
             where="plan.micro_batch",
             remedy=f"plan.micro_batch={rows} or less, or a larger train.batch (on {ranks} processes)",
         )

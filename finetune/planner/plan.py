@@ -23,8 +23,11 @@ from finetune.planner.hardware import Hardware
 from finetune.planner.pins import check_built, lever_choices, micro_batches, pinned_fields
 from finetune.planner.words import size
 
-THIN = {"cpu": 32.0, "cuda": 512.0}
-"""Tokens that a micro-batch costs beyond its own: launches and thin matrix products."""
+THIN = {"cpu": 8.0, "cuda": 64.0}
+"""Tokens that a micro-batch costs beyond its own, because its matrix products are thin."""
+OVERHEAD = {"cpu": 5e-3 * 5e10, "cuda": 1.5e-3 * 5e14}
+"""Operations that a block could do while its forward and backward are only being launched: seconds a block (a tiny Llama
+on a CPU; some 300 launches on a GPU) times the rate. Assumed until the machine's rates are measured."""
 MEAN_SHARE = 0.5
 """The mean length of rows that are not packed, as a share of the longest. An assumption: it says how much padding grows
 with the micro-batch."""
@@ -64,7 +67,6 @@ class Decision:
     budget: Budget
     precision: str
     facts: Facts
-    relative: float = 1.0
 
 
 def optimizer_bytes(name: str) -> StateBytes:
@@ -85,7 +87,7 @@ def decide(
     """The fastest plan within the budget, for `ranks` processes and rows of at most `longest_row` tokens (default
     data.max_tokens).
 
-    Raises NothingFitsError (as PlanRefusedError, with the gap, the smallest plan and the recipe changes that would fit);
+    Raises NothingFitsError (as PlanRefusedError: the gap, the smallest plan, the recipe changes that would fit);
     InputError or NotBuiltError for pins that contradict the recipe or cannot be kept.
     """
     check_built(recipe, shape, ranks)
@@ -156,8 +158,10 @@ class Space:
             lever.slowdown(self.shape, storage, work, getattr(plan, lever.field)) for lever in LEVERS.values()
         )
         rows = max(self.rows, plan.micro_batch)
-        tokens = rows * self._padded(min(plan.micro_batch, rows)) + -(-rows // plan.micro_batch) * THIN[plan.device]
-        return step_operations(self.shape, storage, self.longest_row) * slower * tokens
+        operations = step_operations(self.shape, storage, self.longest_row)
+        overhead = THIN[plan.device] + self.shape.blocks * OVERHEAD[plan.device] / operations
+        tokens = rows * self._padded(min(plan.micro_batch, rows)) + -(-rows // plan.micro_batch) * overhead
+        return operations * slower * tokens
 
     def _padded(self, rows: int) -> float:
         """Tokens a row with its padding: the expected longest of `rows` lengths, uniform up to twice their mean."""

@@ -37,7 +37,7 @@ class Change:
 
 
 class PlanRefusedError(NothingFitsError):
-    """No exact plan fits. `smallest` is the smallest plan, `gap` the bytes that it lacks, `changes` the recipe's ways out."""
+    """No exact plan fits. `smallest` is the smallest plan, `gap` what it lacks in bytes, `changes` the ways out."""
 
     def __init__(self, smallest: Plan, estimate: Estimate, gap: int, changes: tuple[Change, ...], what: str) -> None:
         self.smallest = smallest
@@ -75,9 +75,9 @@ def refusal(space: Space, smallest: Candidate) -> PlanRefusedError:
 def _changes(space: Space) -> Iterator[Change]:
     proposals = list(_proposals(space.recipe))
     tried = [_tried(space, keys, recipe, space.longest_row, note) for keys, recipe, note in proposals]
+    tried += _shorter(space, (), space.recipe, "longer rows are cut")
     yield from tried
-    yield from _shorter(space, (), space.recipe, "longer rows are cut")
-    if tried and not any(change.fits for change in tried):
+    if proposals and not any(change.fits for change in tried):
         keys, recipe, note = proposals[-1]
         yield from _shorter(space, keys, recipe, f"{note}; longer rows are cut")
 

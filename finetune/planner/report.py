@@ -157,9 +157,10 @@ def _candidate(each: Candidate) -> dict[str, Any]:
 def as_dict(decision: Decision, shape: Shape, recipe: Recipe, hardware: Hardware) -> dict[str, Any]:
     """The promised keys of `plan --json`, and some more.
 
-    `gpu_bytes` and `host_bytes`: {phase: {cause: bytes, "total": bytes}} of one process; on a CPU the former is empty, on
-    a GPU the latter has one entry, `process`. `seconds_per_step` and `tokens_per_s` are null: rates are not measured yet.
-    `alternatives` are no plan's inferiors in both bytes and time, smallest first; times are relative to the chosen plan.
+    `gpu_bytes` and `host_bytes`: {phase: {cause: bytes, "total": bytes}} of one process; on a CPU the former is empty,
+    on a GPU the latter has one entry, `process`. `seconds_per_step` and `tokens_per_s` are null: rates are not measured
+    yet. `alternatives` are beaten by no plan in both bytes and time, smallest first; times are relative to the chosen
+    plan's.
     """
     return {
         "fits": True,
@@ -180,7 +181,7 @@ def as_dict(decision: Decision, shape: Shape, recipe: Recipe, hardware: Hardware
 
 
 def refused_as_dict(error: PlanRefusedError) -> dict[str, Any]:
-    """The same keys when nothing fits: `plan` is null, the bytes are the smallest plan's, and `changes` would fit or not."""
+    """The same keys when nothing fits: `plan` is null, bytes are the smallest plan's, `changes` the ways out."""
     return {
         "fits": False,
         "plan": None,
