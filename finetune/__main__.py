@@ -66,6 +66,9 @@ def _run(given: list[str]) -> int:
         return 0
     if not command.every_rank and environment.launch().rank > 0:
         return 0
+    from finetune.telemetry.log import quiet_libraries
+
+    quiet_libraries()
     module = word_module(command)
     if asks_help:
         print(reading.help_text(word, module.HELP, module.TAKES))

@@ -7,13 +7,15 @@ micro-batches never wait for one another inside a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from finetune.errors import FinetuneError
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -45,6 +47,21 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
+
+    def agree(self, make: Callable[[], Any]) -> Any:
+        """What `make` gives on rank 0, on every rank; an error that it raises there is raised on every rank."""
+        value: Any = None
+        if self.first:
+            try:
+                value = make()
+            except FinetuneError as error:
+                if self.size == 1:
+                    raise
+                value = error
+        value = self.share(value)
+        if isinstance(value, FinetuneError):
+            raise value
+        return value
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value in rank order, on every rank."""

@@ -1,4 +1,4 @@
-"""Bytes in words."""
+"""Bytes and sizes in words, as the reports print them."""
 
 from __future__ import annotations
 

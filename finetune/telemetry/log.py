@@ -5,6 +5,7 @@ On a terminal a live bar; in a log file a line now and then, since a bar there i
 
 from __future__ import annotations
 
+import logging
 import time
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,7 @@ from rich.text import Text
 from finetune.contracts import StepResult
 
 SECONDS_BETWEEN_LINES = 10.0
+WIDTH_OF_A_FILE = 120
 
 
 def size(count: float) -> str:
@@ -27,17 +29,30 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def terminal() -> Console:
+    """The console on stderr: as wide as the terminal, and 120 columns in a log file."""
+    console = Console(stderr=True, highlight=False)
+    return console if console.is_terminal else Console(stderr=True, highlight=False, width=WIDTH_OF_A_FILE)
+
+
+def quiet_libraries() -> None:
+    """Keeps remarks of libraries that a user can do nothing about out of the output: optional kernels that are missing."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
 class Log:
     """Prints for rank 0 only; `quiet` prints nothing but warnings."""
 
     def __init__(self, speaks: bool = True, console: Console | None = None) -> None:
         self.speaks = speaks
-        self.console = console or Console(stderr=True, highlight=False)
+        self.console = console or terminal()
 
     def say(self, content: Any = "") -> None:
         """A line or a rich renderable; plain text is printed as typed, without markup."""
         if self.speaks:
-            self.console.print(Text(content) if isinstance(content, str) else content, soft_wrap=isinstance(content, str))
+            self.console.print(
+                Text(content) if isinstance(content, str) else content, soft_wrap=isinstance(content, str)
+            )
 
     def notice(self, text: str) -> None:
         """Something the user should know and need not act on."""

@@ -25,10 +25,11 @@ from finetune.machine.collectives import World
 from finetune.models.load import load_model, load_tokenizer
 from finetune.models.shapes import shape_for
 from finetune.models.source import locate
+from finetune.planner.budget import precision_of
 from finetune.planner.hardware import detect
 from finetune.planner.plan import decide
 from finetune.tasks.text import TextTask
-from finetune.train.start import choose_device, resolve_precision
+from finetune.train.start import choose_device
 
 KINDS = ("adapter", "merged", "hub")
 LATER_KINDS = ("fp8", "w8a8", "int4", "gguf")
@@ -53,7 +54,7 @@ def finished_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def _load(recipe: Recipe) -> tuple[Model, str, torch.device]:
     device = torch.device(choose_device(recipe))
-    precision = resolve_precision(recipe, device)
+    precision = precision_of(recipe, detect(device.type))
     model = load_model(recipe, device, precision, training=False)
     return model, precision, device
 

@@ -7,22 +7,14 @@ from pathlib import Path
 
 from finetune.checkpoint import store
 from finetune.config.schema import Recipe
-from finetune.errors import CheckpointError, InputError
+from finetune.errors import CheckpointError
 from finetune.machine.collectives import World
 from finetune.telemetry.log import Log
 
 
 def run_folder(recipe: Recipe, world: World, log: Log) -> tuple[Path, Path | None]:
     """The run's folder and the checkpoint to go on from, if any; the same on every rank."""
-    found: tuple[Path, Path | None] | InputError
-    try:
-        found = _find_folder(recipe, log) if world.first else (Path(), None)
-    except InputError as error:
-        found = error
-    found = world.share(found)
-    if isinstance(found, InputError):
-        raise found
-    return found
+    return world.agree(lambda: _find_folder(recipe, log))
 
 
 def _find_folder(recipe: Recipe, log: Log) -> tuple[Path, Path | None]:

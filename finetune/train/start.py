@@ -50,7 +50,6 @@ def _run(recipe: Recipe, launch: Launch, world: World) -> Result:
     log = Log(speaks=world.first)
     metrics.check_trackers(recipe.run.trackers)
     threads(world, launch, log)
-    precision = resolve_precision(recipe, world.device)
     folder, checkpoint = run_folder(recipe, world, log)
     tokenizer = load_tokenizer(recipe.model)
     splits = prepare(recipe, tokenizer)
@@ -65,15 +64,16 @@ def _run(recipe: Recipe, launch: Launch, world: World) -> Result:
         return _already_complete(folder, progress, log)
     shape = shape_for(recipe)
     hardware = detect(world.device.type)
-    decision = decide(recipe, shape, hardware, ranks=world.size, longest_row=int(splits.train.lengths.max()))
+    longest = max(int(rows.lengths.max()) for rows in (splits.train, *splits.evaluate.values()))
+    decision = world.agree(lambda: decide(recipe, shape, hardware, ranks=world.size, longest_row=longest))
     log.say(report.render(decision, shape, recipe, hardware))
-    model = load_model(recipe, world.device, precision)
+    model = load_model(recipe, world.device, decision.precision, shape=shape)
     for notice in model.notices:
         log.notice(notice)
     key = assemble(model, decision.plan, recipe.train.seed)
     optimizer = build(recipe.optimizer, model.trainable(), roles_of(model.module))
     job = Job(
-        recipe, decision.plan, world, precision, folder, splits, order, TextTask(tokenizer.pad_token_id), model,
+        recipe, decision.plan, world, decision.precision, folder, splits, order, TextTask(tokenizer.pad_token_id), model,
         optimizer, key, StopSignal(log), log, progress,
     )  # fmt: skip
     if world.first:
@@ -121,13 +121,6 @@ def choose_device(recipe: Recipe) -> str:
     if recipe.device == "cuda" and not available:
         raise InputError("no CUDA device is available", "device=cuda", "device=cpu, or check the driver")
     return "cuda" if available and recipe.device != "cpu" else "cpu"
-
-
-def resolve_precision(recipe: Recipe, device: torch.device) -> str:
-    """The compute precision: as the recipe says; auto is bf16 on a GPU that has it and fp32 elsewhere."""
-    if recipe.model.precision != "auto":
-        return recipe.model.precision
-    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
 def threads(world: World, launch: Launch, log: Log) -> None:

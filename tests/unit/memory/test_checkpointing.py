@@ -6,11 +6,11 @@ import warnings
 
 import pytest
 import torch
-from tiny_models import base_of, rows, tiny, with_lora
 from torch import nn
 
 from finetune.errors import ModelError
 from finetune.memory import checkpointing
+from tests.unit.memory.tiny_models import base_of, rows, tiny, with_lora
 
 
 def lora_gradients(model: nn.Module) -> dict[str, torch.Tensor]:

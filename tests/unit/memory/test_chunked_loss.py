@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import tiny, with_lora
 from torch import nn
 from torch.nn import functional
 from transformers import (
@@ -19,6 +18,7 @@ from transformers import (
 
 from finetune.errors import ModelError
 from finetune.memory.chunked_loss import LOGITS_RULES, logits_change, loss_sum
+from tests.unit.memory.tiny_models import tiny, with_lora
 
 WIDTHS = {
     "vocab_size": 64,

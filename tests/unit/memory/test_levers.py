@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 import torch
-from tiny_models import base_of, rows, step, tiny, with_lora
 
 from finetune.config.schema import PlanSection, Recipe
 from finetune.contracts import Plan
 from finetune.memory.storage import Work, storage_of
 from finetune.memory.table import LEVERS
 from finetune.models.shapes import SHAPES
+from tests.unit.memory.tiny_models import base_of, rows, step, tiny, with_lora
 
 MODELS = {
     "full": tiny,

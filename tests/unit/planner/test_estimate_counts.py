@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from live_bytes import LiveBytes, saved_bytes
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -18,6 +17,7 @@ from finetune.memory.chunked_loss import loss_sum
 from finetune.memory.storage import Storage, Work, storage_of, trained_tensors, weight_bytes
 from finetune.models.shapes import shape_of
 from finetune.planner.estimate import Estimate, Facts, estimate
+from tests.unit.planner.live_bytes import LiveBytes, saved_bytes
 
 ROWS, LENGTH = 8, 80
 TARGETS = {
