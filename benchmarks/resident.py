@@ -170,6 +170,7 @@ def main() -> None:
     parser.add_argument("--checkpointing", choices=["on", "off"], default="on")
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--only", help="cells such as 1b-lora-on,8b-qlora-on")
     parser.add_argument("--place", type=Path, default=Path(tempfile.gettempdir()) / "finetune-benchmark")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "resident.jsonl")
     cell = parser.parse_args()
@@ -178,6 +179,8 @@ def main() -> None:
         print(json.dumps(measure(cell, cell.place)))
         return
     for shape, method, checkpointing in CELLS:
+        if cell.only and f"{shape}-{method}-{checkpointing}" not in cell.only.split(","):
+            continue
         for tool in ("ours", "plain"):
             words = ["--tool", tool, "--shape", shape, "--method", method, "--checkpointing", checkpointing]
             words += ["--steps", str(cell.steps), "--place", str(cell.place)]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from finetune.environment import Launch
 from finetune.errors import FinetuneError
 
 BUCKET_BYTES = 64 * 2**20
@@ -100,12 +101,18 @@ def _reduce(bucket: list[Tensor]) -> None:
         offset += gradient.numel()
 
 
-def join(device: str) -> World:
-    """Joins the process group that the launcher describes (gloo on a CPU, NCCL on GPUs); alone without one."""
-    from accelerate import PartialState
+def join(device: str, launch: Launch) -> World:
+    """Joins the process group that the launcher describes: gloo on a CPU, NCCL on GPUs; alone when it describes none.
 
-    state = PartialState(cpu=device == "cpu")
-    return World(state.process_index, state.num_processes, state.device)
+    torch's own group and not accelerate's process state: that is one per process for good, so a second run in the same
+    process (another device, another world) would silently be given the first one's.
+    """
+    if device == "cuda":
+        torch.cuda.set_device(launch.local_rank)
+    place = torch.device(device, launch.local_rank) if device == "cuda" else torch.device(device)
+    if launch.world > 1:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=launch.rank, world_size=launch.world)
+    return World(launch.rank, launch.world, place)
 
 
 def leave(world: World) -> None:

@@ -71,7 +71,7 @@ def block_workspace(shape: Shape, storage: Storage, work: Work) -> int:
 
     Backward is widest in the MLP: the gradients of both factors stand beside that of their product, whose saved value
     is gone. A trained linear's own gradient stands there too before it is added. With adapters under autocast, forward
-    is widest at the down projection, whose input peft casts to fp32.
+    is widest at the down projection, whose input peft casts to fp32 (not over 4-bit weights).
     """
     tokens, length = work.tokens, work.length
     wide, thin = storage.compute * shape.intermediate, storage.stream * shape.hidden
@@ -84,7 +84,7 @@ def block_workspace(shape: Shape, storage: Storage, work: Work) -> int:
     if storage.eager:
         backward = max(backward, tokens * 3 * 4 * shape.heads * length)
     total = tokens * thin + backward
-    if storage.targets and storage.cast:
+    if storage.targets and storage.recast:
         total = max(total, tokens * (wide + 4 * shape.intermediate + 7 * thin))
     return total + (storage.compute * largest if storage.nf4 else 0)
 
@@ -101,7 +101,7 @@ def forward_workspace(shape: Shape, storage: Storage, work: Work) -> int:
     add one more wide tensor, and under autocast the fp32 copy that peft makes of a linear's input.
     """
     wide = storage.compute * shape.intermediate * (4 if storage.targets else 3)
-    if storage.targets and storage.cast:
+    if storage.targets and storage.recast:
         wide += 4 * shape.hidden
     if storage.eager:
         wide = max(wide, (4 + 2 * storage.compute) * shape.heads * work.length)
@@ -125,7 +125,7 @@ def _inputs(readers: int, width: int, storage: Storage) -> int:
     """A norm's output, kept for its readers: one tensor for all in fp32, a copy for each under autocast or dropout."""
     if not readers:
         return 0
-    copies = readers if storage.cast or storage.dropout else 1
+    copies = readers if storage.recast or (storage.trained and storage.cast) or storage.dropout else 1
     return storage.compute * width * copies
 
 
@@ -145,7 +145,7 @@ def _attention(shape: Shape, storage: Storage, length: int) -> int:
 
 def _attention_output(readers: int, width: int, storage: Storage) -> int:
     """What the output projection keeps beyond the attention's own saved output, which it shares where it can."""
-    shared = not storage.eager and (storage.trained or not (storage.cast or storage.dropout))
+    shared = not storage.eager and (storage.trained or not (storage.recast or storage.dropout))
     return 0 if shared else storage.compute * width * readers
 
 

@@ -70,6 +70,12 @@ class Storage:
         return self.compute < 4
 
     @property
+    def recast(self) -> bool:
+        """peft casts the input of each adapter to fp32 and autocast casts it back: a 16-bit copy for every reader. Its
+        layers over 4-bit weights leave that out under autocast."""
+        return self.cast and not self.trained and not self.nf4
+
+    @property
     def trained_head(self) -> bool:
         """The output projection has a gradient of its own."""
         return self.trained or self.head_adapted

@@ -23,6 +23,8 @@ HOST_PROCESS = {"cpu": 700 * 2**20, "cuda": 3 * 2**30}
 """Resident bytes of a Python process with torch, transformers and peft loaded; 560 MiB measured on a CPU."""
 LOADING_TENSORS = 4
 """Tensors that may pass through host memory at once while weights are loaded and moved to a GPU."""
+BESIDE_TENSORS = ("context", "allocator", "process")
+"""Causes that are no tensors of the run."""
 ALLOCATOR_SHARE = 0.03
 """What a GPU's caching allocator leaves unused between tensors, as a share of those that come and go."""
 
@@ -50,6 +52,11 @@ class Estimate:
     def step(self) -> int:
         """The step's peak on the device."""
         return self.phases["step"].total
+
+    @property
+    def step_tensors(self) -> int:
+        """The step's tensors alone: what torch's allocator counts as allocated."""
+        return sum(count for cause, count in self.phases["step"].causes.items() if cause not in BESIDE_TENSORS)
 
     @property
     def peak(self) -> int:

@@ -19,6 +19,11 @@ def peak_gpu_bytes(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
+def reserved_gpu_bytes(device: torch.device) -> int:
+    """The most bytes that torch's allocator held on `device` since the last reset; 0 without a GPU."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else 0
+
+
 def host_bytes() -> int:
     """Resident bytes of this process now (its peak where the system does not tell)."""
     statm = Path("/proc/self/statm")

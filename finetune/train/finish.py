@@ -70,7 +70,6 @@ def show_samples(job: Job, after: list[dict[str, str]]) -> None:
 def summarize(job: Job, decision: Decision, after: list[dict[str, str]], result: Path | None) -> dict[str, Any]:
     """The run in one dictionary, as `summary.json` holds it."""
     progress, device = job.progress, job.world.device
-    planned = decision.estimate.phases["step"].total
     on_gpu = device.type == "cuda"
     return {
         "recipe": job.recipe.recipe,
@@ -82,9 +81,11 @@ def summarize(job: Job, decision: Decision, after: list[dict[str, str]], result:
         "eval_before": progress.eval_before,
         "eval_after": progress.eval_last,
         "best_step": progress.best_step,
-        "peak_gpu_bytes_planned": planned if on_gpu else 0,
+        "peak_gpu_bytes_planned": decision.estimate.step_tensors if on_gpu else 0,
         "peak_gpu_bytes_measured": memory.peak_gpu_bytes(device),
-        "host_bytes_planned": decision.estimate.host.total if on_gpu else planned,
+        "process_gpu_bytes_planned": decision.estimate.step if on_gpu else 0,
+        "reserved_gpu_bytes_measured": memory.reserved_gpu_bytes(device),
+        "host_bytes_planned": decision.estimate.host.total,
         "host_bytes_measured": memory.peak_host_bytes(),
         "result": str(result) if result else None,
         "samples_before": progress.samples_before,

@@ -39,7 +39,7 @@ from finetune.train.loop import Loop
 
 def start(recipe: Recipe, launch: Launch) -> Result:
     """Runs `recipe` and leaves its run folder. Raises the error tree's errors; a signal saves first."""
-    world = join(choose_device(recipe))
+    world = join(choose_device(recipe), launch)
     try:
         return _run(recipe, launch, world)
     finally:

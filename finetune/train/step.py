@@ -80,15 +80,13 @@ def _gradients(job: Job) -> list[Tensor]:
 
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
     """The norm of the per-tensor fp32 norms, in the order given: fp32 scalar on the gradients' device."""
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    return torch.nn.utils.get_total_norm([gradient.float() for gradient in gradients])
 
 
 def clip(gradients: Iterable[Tensor], norm: float, max_norm: float | None) -> None:
     """Scales the gradients in place so that their global norm is at most `max_norm`, as torch's clip_grad_norm_ does."""
     if max_norm is not None and norm > max_norm - 1e-6:
-        for gradient in gradients:
-            gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
+        torch._foreach_mul_(list(gradients), min(1.0, max_norm / (norm + 1e-6)))
 
 
 def _diverged(job: Job, batches: list[Batch], losses: list[Tensor], loss: float, norm: float) -> DivergedError:

@@ -46,4 +46,6 @@ def run_ranks(recipe: dict[str, Any], ranks: int, timeout: float = 120.0) -> lis
             process.kill()
     failures = [failure for _, failure, _ in got if failure]
     assert not failures, failures[0]
-    return [summary for _, _, summary in got]
+    summaries = [summary for _, _, summary in got]
+    assert [summary["hardware"]["ranks"] for summary in summaries] == [ranks] * ranks
+    return summaries
