@@ -60,7 +60,7 @@ def model_folder(shape: str, place: Path) -> Path:
 
 def rows_file(place: Path, rows: int) -> Path:
     """Rows that fill 2,048 positions: 2,047 bytes and the end token."""
-    path = place / "rows.jsonl"
+    path = place / f"rows-{rows}.jsonl"
     if not path.exists():
         with path.open("w", encoding="utf-8") as file:
             for row in range(rows):
@@ -77,6 +77,7 @@ def recipe_of(cell: argparse.Namespace, place: Path) -> dict[str, Any]:
         "adapter": adapter,
         "data": {"path": str(rows_file(place, cell.steps * ROWS)), "template": "text", "max_tokens": LENGTH},
         "optimizer": {"lr": 1e-5},
+        "schedule": {"name": "constant"},
         "train": {"batch": ROWS, "max_steps": cell.steps},
         "evaluate": {"samples": 0},
         "plan": {"activation_checkpointing": cell.checkpointing == "on", "micro_batch": cell.micro_batch},
