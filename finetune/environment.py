@@ -1,4 +1,4 @@
-"""The only reader of environment variables, and the place that knows where the shipped files are. Imports no torch.
+"""The only reader of environment variables, and the place that knows paths: shipped files, a user's own. Imports no torch.
 
 The launcher (accelerate, torchrun) talks to its processes through the environment. What it says is read once, into a
 frozen `Launch`, and handed down as a value, so that nothing further inside depends on how the process was started.
@@ -116,6 +116,19 @@ def cache_folder() -> Path:
 def hub_offline() -> bool:
     """Whether the user forbade the model hub (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE)."""
     return _yes(os.environ, "HF_HUB_OFFLINE") or _yes(os.environ, "TRANSFORMERS_OFFLINE")
+
+
+def user_path(text: str | Path, where: str) -> Path:
+    """A path as a user wrote it, ~ expanded; it need not exist. InputError for one that the system cannot even look up."""
+    try:
+        path = Path(text).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"this is no path that can be looked up: {reason}", where, "check the path") from error
+    return path
 
 
 def shipped_folder(kind: str) -> Path:

@@ -134,6 +134,8 @@ def _evaluation(recipe: Recipe) -> Problems:
     if best is not None and every is None:
         what = "the best checkpoint is to be kept, and nothing is evaluated between the first step and the last"
         yield Problem(("checkpoint.keep_best", "evaluate.every"), what, "give evaluate.every=STEPS")
+    if recipe.evaluate.max_rows is not None and not given:
+        yield Problem(("evaluate.max_rows",), "there are no held-out rows to evaluate on", hold_out)
     if recipe.train.stop_after is not None:
         if every is None:
             what = f"the run is to stop after {recipe.train.stop_after} evaluations without gain, and none is asked for"
@@ -152,7 +154,16 @@ def _built(recipe: Recipe) -> Problems:
             yield Problem((name,), what, f"leave it out, or write {name}={show(values[-1])}")
 
 
-RULES: tuple[Callable[[Recipe], Problems], ...] = (_batch, _adapter, _data, _evaluation, _built)
+def _schedule(recipe: Recipe) -> Problems:
+    schedule = recipe.schedule
+    if schedule.name == "constant" and schedule.final != type(schedule).model_fields["final"].default:
+        what = f"the rate is to end at {schedule.final:g} of its peak, and to stay constant"
+        yield Problem(
+            ("schedule.final", "schedule.name"), what, "write schedule.name=linear or cosine, or leave one out"
+        )
+
+
+RULES: tuple[Callable[[Recipe], Problems], ...] = (_batch, _adapter, _data, _schedule, _evaluation, _built)
 
 
 def _names(recipe: Recipe, known: Known) -> Problems:

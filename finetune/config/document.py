@@ -96,6 +96,9 @@ def read_file(path: Path) -> Document:
         place = f"{path}:{mark.line + 1}" if mark else str(path)
         document.faults.append(Fault(place, f"not YAML: {error.problem or error.context}", "correct this line"))
         return document
+    except RecursionError:
+        document.faults.append(Fault(str(path), "YAML nested too deeply", "see recipes/"))
+        return document
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         document.faults.append(Fault(str(path), f"not YAML text: {error}", "save the file as UTF-8 YAML"))
         return document

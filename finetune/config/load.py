@@ -22,7 +22,7 @@ from finetune.config.check import Known, problems
 from finetune.config.document import Document, keep_known, read_file, read_mapping, read_words
 from finetune.config.keys import KEYS, NOT_BUILT_VALUES, key_of, nearest, show
 from finetune.config.schema import Recipe
-from finetune.errors import ConfigError, Fault
+from finetune.errors import ConfigError, Fault, InputError
 
 Place = tuple[str, ...]
 Source = str | Path | Mapping[str, Any]
@@ -46,7 +46,10 @@ def find_recipe(name: str | Path) -> Path:
 
     Raises ConfigError with the nearest name.
     """
-    path = Path(name).expanduser()
+    try:
+        path = environment.user_path(name, "recipe")
+    except InputError as error:
+        raise ConfigError([error.fault]) from error
     if path.is_file():
         return path
     if (path / "recipe.yaml").is_file():
@@ -105,7 +108,7 @@ def _read(source: Source) -> tuple[Document, str | None]:
         path = find_recipe(source)
     except ConfigError as error:
         return Document(str(source), faults=list(error.faults)), None
-    return read_file(path), path.parent.name if path.name == "recipe.yaml" else path.stem
+    return read_file(path), path.resolve().parent.name or None if path.name == "recipe.yaml" else path.stem
 
 
 def _where(path: Place, name: str, places: Mapping[Place, str]) -> str:

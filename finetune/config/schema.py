@@ -10,9 +10,10 @@ import math
 import os
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 NULLS = ("null", "Null", "NULL", "~", "", "none", "None")
 """Texts that mean "not set" where a key may be unset. Quotes make no difference: a name called null is written ./null."""
@@ -62,6 +63,13 @@ def _whole(value: Any) -> Any:
     return number
 
 
+def _temperature(value: float) -> float:
+    """Scores are divided by it in fp32, which overflows far below 1e-6."""
+    if 0 < value < 1e-6:
+        raise ValueError("too near to 0")
+    return value
+
+
 def _list(value: Any) -> Any:
     """`a,b` and `[a, b]` from the command line are lists; `all-linear` alone is a list of one; null is the empty one."""
     if value is None:
@@ -82,7 +90,13 @@ def _pairs(value: Any) -> Any:
 
 
 def _text(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
+    """Text that a path and a UTF-8 file can hold: no null character, no half of a character."""
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError("a null character")
+    if isinstance(value, str):
+        value.encode()
+    return value
 
 
 def _auto(value: Any) -> Any:
@@ -102,16 +116,26 @@ def _bytes(value: Any) -> Any:
     parts = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", value.strip())
     if parts is None or parts[2] not in UNITS:
         raise ValueError("not a size")
-    return int(float(parts[1]) * UNITS[parts[2]])
+    return int(Fraction(parts[1]) * UNITS[parts[2]])
 
 
 Nullable = BeforeValidator(_null)
 Text = Annotated[str, BeforeValidator(_text), Field(min_length=1), Wants("text")]
+Name = Annotated[
+    str,
+    BeforeValidator(_text),
+    Field(pattern=r"^[^/\\]*[^/\\.]$"),
+    Wants("a name: no slash, and no dot at its end"),
+]
 Switch = Annotated[bool, Wants("true or false")]
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1), Wants("a whole number of at least 1")]
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0), Wants("a whole number of at least 0")]
+Seed = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=2**63), Wants("a whole number from 0 to below 2^63")]
 Positive = Annotated[float, BeforeValidator(_number), Field(gt=0), Wants("a number above 0")]
 NotNegative = Annotated[float, BeforeValidator(_number), Field(ge=0), Wants("a number of at least 0")]
+Temperature = Annotated[
+    float, BeforeValidator(_number), Field(ge=0), AfterValidator(_temperature), Wants("0, or a number of at least 1e-6")
+]
 Share = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1), Wants("a number from 0 to below 1")]
 Portion = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1), Wants("a number from 0 to 1")]
 OptionalCount = Annotated[Count | None, Nullable, Wants("a whole number of at least 1, or null")]
@@ -233,7 +257,7 @@ class TrainSection(Section):
     """Passes over the data. Neither this nor max_steps: one pass."""
     max_grad_norm: OptionalPositive = 1.0
     """Clip the gradient's global norm; none leaves it."""
-    seed: Whole = 0
+    seed: Seed = 0
     """Decides the order of rows and every random draw."""
     stop_after: OptionalCount = None
     """Stop after this many evaluations without a lower eval_loss."""
@@ -262,7 +286,7 @@ class CheckpointSection(Section):
 class GenerateSection(Section):
     max_tokens: Count = 64
     """The most tokens of an answer."""
-    temperature: NotNegative = 0.0
+    temperature: Temperature = 0.0
     """0 takes the likeliest token; above it, tokens are drawn."""
 
 
@@ -309,7 +333,7 @@ class RunSection(Section):
 class Recipe(Section):
     """One job, whole. `recipe` is its name."""
 
-    recipe: Text = "unnamed"
+    recipe: Name = "unnamed"
     """The job's name; on the command line recipe=NAME or recipe=FILE says which one to load."""
     task: Literal["text"] = "text"
     """The kind of job."""

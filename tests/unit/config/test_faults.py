@@ -190,6 +190,8 @@ CONTRADICTIONS = [
     (("data.valid_path=v", "checkpoint.keep_best=eval_loss"), "checkpoint.keep_best", "nothing is evaluated between"),
     (("data.valid_path=v", "train.stop_after=2"), "train.stop_after", "none is asked for"),
     (("evaluate.sets.a=b", "evaluate.every=5", "train.stop_after=2"), "train.stop_after", "there are no held-out rows"),
+    (("evaluate.max_rows=5",), "evaluate.max_rows", "no held-out rows"),
+    (("schedule.name=constant", "schedule.final=0.1"), "schedule.final", "and to stay constant"),
     (("plan.weights=streamed",), "plan.weights", "not built yet"),
     (("plan.resident_blocks=3",), "plan.resident_blocks", "not built yet"),
     (("plan.activation_offload=true",), "plan.activation_offload", "not built yet"),

@@ -188,3 +188,49 @@ def test_an_empty_value_is_null_where_a_key_may_be_unset_and_a_fault_elsewhere()
     for key in ("optimizer.lr", "data.template", "model.path", "data.pack"):
         with pytest.raises(ConfigError, match=f"command line {key}: no value is given"):
             from_words(f"{key}=")
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "what"),
+    [
+        ("train.seed", "9223372036854775808", "is not a whole number from 0 to below 2^63"),
+        ("generate.temperature", "1e-40", "is not 0, or a number of at least 1e-6"),
+        ("run.dir", "a\0b", "is not text"),
+        ("run.dir", "a\udcff", "is not text"),
+    ],
+)
+def test_values_that_would_fail_later_are_refused_at_once(key: str, text: str, what: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        from_words(f"{key}={text}")
+    assert [fault.where for fault in raised.value.faults] == [f"command line {key}"]
+    assert what in raised.value.faults[0].what
+
+
+def test_the_ends_of_what_is_taken() -> None:
+    assert from_words("train.seed=9223372036854775807").train.seed == 2**63 - 1
+    assert from_words("generate.temperature=0", "train.seed=0").generate.temperature == 0
+    assert from_words("generate.temperature=1e-6").generate.temperature == 1e-6
+    assert from_words("plan.gpu_memory=0.1GiB").plan.gpu_memory == 107374182
+    digits = "9" * 400
+    assert from_words(f"plan.gpu_memory={digits}GiB").plan.gpu_memory == int(digits) * 2**30
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere", "a/b", "a\\b", "..", "a.", ""])
+def test_a_recipes_name_is_no_way_out_of_the_folder_of_runs(name: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_recipe({**BASE, "recipe": name}, (), None, Launch())
+    assert [fault.where for fault in raised.value.faults] == ["the given dictionary recipe"]
+
+
+def test_yaml_without_end_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "deep.yaml").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="YAML nested too deeply"):
+        load_recipe(tmp_path / "deep.yaml", (), None, Launch())
+
+
+def test_a_recipe_yaml_is_called_after_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "recipe.yaml").write_text("{model: {path: m}, data: {path: d}, train: {batch: 1}}")
+    monkeypatch.chdir(tmp_path / "job")
+    for source in ("recipe.yaml", tmp_path / "job", "../job/recipe.yaml"):
+        assert load_recipe(source, (), None, Launch()).recipe == "job"
