@@ -53,8 +53,8 @@ def json_cell(value: object, column: str, where: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply, or too long a number"
         raise RowError(
             f"column {column!r} is text that is not JSON: {reason}",
             where,

@@ -25,6 +25,7 @@ from finetune.data.rows import Documents, RowSet, Splits
 from finetune.data.sources import Records, load_records
 from finetune.data.templates import load_template
 from finetune.data.tokens import BATCH, tokenise_all
+from finetune.environment import user_path
 from finetune.errors import ConfigError, DataError, Fault
 
 __all__ = ["RowSet", "Splits", "prepare"]
@@ -70,12 +71,15 @@ def prepare(recipe: Recipe, tokenizer: Any, strict: bool = True) -> Splits:
 
 
 def _check_keys(recipe: Recipe, kind: str) -> None:
-    """Settings that contradict one another or the kind of template, all at once."""
+    """Settings that contradict the kind of template or of data, all at once (config/check has those that need neither)."""
     data, faults = recipe.data, []
-    if data.valid_path and data.valid_share:
-        faults.append(Fault("data.valid_share", "both valid_path and valid_share are given", "leave one out"))
-    if "valid" in recipe.evaluate.sets and (data.valid_path or data.valid_share):
-        faults.append(Fault("evaluate.sets.valid", "the name valid is taken by data.valid_path", "choose another name"))
+    if (
+        data.split != type(data).model_fields["split"].default
+        and data.path
+        and user_path(data.path, "data.path").exists()
+    ):
+        what = f"data.split={data.split} is for hub data sets, and {data.path} is a file"
+        faults.append(Fault("data.split", what, "leave it out, or give the file that holds that split"))
     if kind == "text" and data.train_on == "last":
         faults.append(Fault("data.train_on", "plain documents have no turns", "data.train_on=all"))
     if kind != "text" and data.on_long == "split":
@@ -211,9 +215,7 @@ class Preparation:
 
     def _pieces(self, source: int, ids: np.ndarray, labels: np.ndarray, where: str) -> None:
         """A long document as several; a piece's first token is not trained, so a piece of one teaches nothing."""
-        self._count(self.notes, CUT_UP, where)
-        self.counts["kept"] += 1
-        limit = self.data.max_tokens
+        limit, before = self.data.max_tokens, len(self.ids)
         for start in range(0, len(ids), limit):
             piece = labels[start : start + limit].copy()
             piece[:1] = IGNORED
@@ -221,6 +223,12 @@ class Preparation:
                 self._count(self.notes, SHORT_TAIL, where)
                 continue
             self._keep(source, ids[start : start + limit], piece)
+        if len(self.ids) > before:
+            self._count(self.notes, CUT_UP, where)
+            self.counts["kept"] += 1
+        else:
+            self.prompts.append(1)
+            self._count(self.dropped, LOST, where)
 
     def _keep(self, source: int, ids: np.ndarray, labels: np.ndarray) -> None:
         digest = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()

@@ -78,10 +78,12 @@ def total_steps(
     wanted = 1.0 if epochs is None else epochs
     at = position or Position(0, 0)
     steps = done
-    for epoch in range(at.epoch, math.ceil(wanted - 1e-9)):
+    for epoch in range(at.epoch, max(1, math.ceil(wanted - 1e-9))):
+        if max_steps is not None and steps >= max_steps:
+            break
         whole = _steps_of(order, epoch, 0)
         left = _steps_of(order, epoch, at.row) if epoch == at.epoch else whole
-        share = math.ceil(min(1.0, wanted - epoch) * whole - 1e-9)
+        share = max(1, math.ceil(min(1.0, wanted - epoch) * whole - 1e-9))
         steps += max(0, share - (whole - left))
     return steps if max_steps is None else min(steps, max_steps)
 

@@ -18,6 +18,7 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     for index, length in enumerate(lengths):
         if not 0 < length <= max_tokens:
             raise ValueError(f"document {index} has {length} tokens; a row takes 1 to {max_tokens}")
+    max_tokens = min(max_tokens, sum(lengths))  # one row takes them all: a larger limit only makes the bit set longer
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
     rooms = 0  # bit r is set when by_room[r] is not empty

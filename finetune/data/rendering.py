@@ -54,6 +54,11 @@ class Renderer:
         self.special = [token for token in tokenizer.all_special_tokens if len(token) > 2]
 
     @property
+    def _plain(self) -> str:
+        """The key of the prompt's text where there is no chat template."""
+        return "plain" if "plain" in self.template.sources else "prompt"
+
+    @property
     def stop(self) -> str:
         """The text that a complete answer ends with."""
         return self.form.probe.stop if self.form else self.end
@@ -82,15 +87,16 @@ class Renderer:
         return replace(rendered, notes=tuple(sorted(notes)))
 
     def prompt(self, text: str) -> str:
-        """What the model is given to answer `text` (the template's first required column, or a user's turn)."""
-        first, *others = [column.name for column in self.template.columns if column.required]
+        """What the model is given to answer `text` (the column that the template's prompt needs, or a user's turn)."""
         if self.template.kind == "text":
             return self._begun(text)
         if self.template.kind == "messages":
             turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "answer"}]
-            record: dict[str, Any] = {first: turns}
+            record: dict[str, Any] = {"messages": turns}
         else:
-            record = {first: text, **dict.fromkeys(others, "answer")}
+            column = self.template.asked_column("prompt" if self.form else self._plain)
+            record = dict.fromkeys(self.template.columns_of("answer"), "answer") | {column: text}
+            record = dict.fromkeys(self.template.required, "answer") | record
         named = {self.template.mapping.get(name, name): value for name, value in record.items()}
         asked = Renderer(self.template, self.tokenizer) if self.train_on == "all" else self
         rendered = asked.render(named, "the prompt")
@@ -120,12 +126,12 @@ class Renderer:
         return values
 
     def _write(self, key: str, values: Mapping[str, str]) -> str:
-        from jinja2 import TemplateError
-
         try:
             return str(self.template.texts[key].render(values))
-        except TemplateError as error:
-            raise DataError(f"the template's {key} cannot be written: {error}", where=self.template.path) from error
+        except Exception as error:
+            # A template is a program of the user's: whatever it raises is a fault of the template.
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise DataError(f"the template's {key} cannot be written: {reason}", where=self.template.path) from error
 
     def _asked(self, values: Mapping[str, str], where: str, notes: set[str]) -> Rendered:
         answer = self._write("answer", values)
@@ -137,7 +143,7 @@ class Renderer:
                 {"role": "assistant", "content": answer},
             ]
             return self._chat(Conversation(turns, None, [True, True]), where, notes, scan=False)
-        prompt = self._begun(self._write("plain" if "plain" in self.template.texts else "prompt", values))
+        prompt = self._begun(self._write(self._plain, values))
         text = prompt + self._ended(answer, notes)
         start = 0 if self.train_on == "all" else len(prompt)
         return Rendered(text, ((start, len(text)),), stop=self.end)

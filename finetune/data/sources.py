@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from finetune.config.schema import DataSection
+from finetune.environment import user_path
 from finetune.errors import DataError
 
 SUFFIXES = {
@@ -70,7 +71,7 @@ def load_records(path: str | None, data: DataSection) -> Records:
     """
     if not path:
         raise DataError("no data is named", where="data.path", remedy="give data.path=FILE or a hub data set id")
-    file = Path(path).expanduser()
+    file = user_path(path, path)
     if file.is_dir():
         raise _folder_error(path, file)
     if file.is_file():
@@ -156,13 +157,20 @@ def _read_json(path: str, file: Path) -> Records:
     return _json_lines(path, text)
 
 
-def _json_array(path: str, text: str) -> Records:
+def _parsed(text: str, path: str, line: int | None = None) -> Any:
+    """The value of JSON text; `line` is where the text stands, None for a whole file. DataError for what is none."""
     try:
-        rows = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise _json_error(path, error.lineno, error) from error
-    except RecursionError as error:
-        raise DataError("JSON nested too deeply", where=path, remedy="mend or remove the row") from error
+        raise _json_error(path, line or error.lineno, error) from error
+    except (ValueError, RecursionError) as error:
+        what = "a number with too many digits" if isinstance(error, ValueError) else "JSON nested too deeply"
+        where = path if line is None else f"{path} line {line}"
+        raise DataError(what, where=where, remedy="mend or remove the row") from error
+
+
+def _json_array(path: str, text: str) -> Records:
+    rows = _parsed(text, path)
     for number, row in enumerate(rows, start=1):
         _want_object(row, f"{path} row {number}")
     return Records(rows, path, list(range(1, len(rows) + 1)), "row")
@@ -172,8 +180,9 @@ def _refuse_one_object(path: str, text: str) -> None:
     """A .json file that is one object is no table of rows; several objects, one a line, are read as JSON lines."""
     try:
         whole = json.loads(text)
-    except json.JSONDecodeError:
-        return
+    except (ValueError, RecursionError):
+        return  # several lines, or broken: reading it line by line says where
+    _want_object(whole, path)
     lists = [key for key, value in whole.items() if isinstance(value, list)]
     hint = (
         f"the rows seem to stand under {lists[0]!r}: save that list alone"
@@ -199,12 +208,7 @@ def _json_lines(path: str, text: str) -> Records:
     rows: list[Record] = []
     places: list[int] = []
     for number, line in _lines(text):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise _json_error(path, number, error) from error
-        except RecursionError as error:
-            raise DataError("JSON nested too deeply", f"{path} line {number}", "mend or remove the line") from error
+        row = _parsed(line, path, number)
         _want_object(row, f"{path} line {number}")
         rows.append(row)
         places.append(number)

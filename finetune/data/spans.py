@@ -56,13 +56,12 @@ class ChatForm:
 
     def text(self, messages: Sequence[Message], tools: Any = None, prompt: bool = False) -> str:
         """The template's text; DataError with the template's own message where it refuses the conversation."""
-        from jinja2 import TemplateError
-
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:
+            # A chat template is a program that came with the model: whatever it raises is a fault of the template.
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise DataError(f"the chat template of {self.name} refuses the conversation: {reason}") from error
         return str(text)

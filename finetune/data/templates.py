@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from finetune.environment import shipped_folder, user_path
 from finetune.errors import DataError
 
 KINDS = ("prompt", "messages", "text")
@@ -51,6 +52,24 @@ class Template:
         """The compiled jinja texts by key."""
         environment = _environment()
         return {key: environment.from_string(source) for key, source in self.sources.items()}
+
+    @property
+    def required(self) -> list[str]:
+        return [column.name for column in self.columns if column.required]
+
+    def columns_of(self, key: str) -> list[str]:
+        """The columns that the jinja text `key` uses, in the template's order."""
+        names = _names_in(self.sources[key])
+        return [column.name for column in self.columns if column.name in names]
+
+    def asked_column(self, key: str) -> str:
+        """The one column that a single text can stand for in the prompt `key`. DataError where it takes several."""
+        used = self.columns_of(key)
+        needed = [name for name in used if name in self.required] or used[:1]
+        if len(needed) != 1:
+            what = f"its prompt is made from {', '.join(needed) or 'no column'}, and one text is given"
+            raise DataError(what, self.path, "ask with a template whose prompt needs one column: data.template=PATH")
+        return needed[0]
 
     def mapped(self, mapping: Mapping[str, str]) -> Template:
         """The same template reading other columns. DataError for a column that the template does not have."""
@@ -106,22 +125,24 @@ def template_names() -> list[str]:
 
 def _folders() -> list[Path]:
     """Where templates are looked up by name: the user's own first."""
-    package = Path(__file__).resolve().parents[1]
-    candidates = [Path("data_templates"), package / "data_templates", package.parent / "data_templates"]
-    return [folder for folder in candidates if folder.is_dir()]
+    return [Path("data_templates"), shipped_folder("data_templates")]
+
+
+def find_template(name: str) -> Path | None:
+    """The file of a template that is looked up by name."""
+    return next((file for folder in _folders() if (file := folder / f"{name}.yaml").is_file()), None)
 
 
 def load_template(name: str) -> Template:
     """A template by its name, or from a YAML file of the user's own. DataError names the file and the key at fault."""
-    own = Path(name).expanduser()
+    own = user_path(name, "data.template")
     if own.suffix in (".yaml", ".yml") or len(own.parts) > 1:
         if not own.is_file():
             raise DataError("no such template file", where=f"data.template={name}", remedy="check the path")
         return _read(own)
-    for folder in _folders():
-        file = folder / f"{name}.yaml"
-        if file.is_file():
-            return _read(file)
+    file = find_template(name)
+    if file is not None:
+        return _read(file)
     names = template_names()
     remedy = f"templates: {', '.join(names)}{nearest(name, names)}; or give the path of a YAML file"
     raise DataError(f"there is no template {name!r}", where="data.template", remedy=remedy)
@@ -131,15 +152,29 @@ def _read(file: Path) -> Template:
     import yaml
 
     try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        text = file.read_text(encoding="utf-8")
+        raw, twice = yaml.safe_load(text), _given_twice(yaml.compose(text, Loader=yaml.SafeLoader))
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         reason = " ".join(str(error).split())
         raise DataError(
             f"not a readable YAML file: {reason}", where=str(file), remedy="see data_templates/alpaca.yaml"
         ) from error
+    if twice:
+        raise DataError(f"the key {twice!r} is given twice", where=str(file), remedy="keep one")
     if not isinstance(raw, dict):
         raise DataError("a template is a mapping of keys", where=str(file), remedy="see data_templates/alpaca.yaml")
     return _checked(raw, file)
+
+
+def _given_twice(node: Any) -> str | None:
+    """A key that a mapping of YAML holds twice: YAML would keep the last without a word. Keys of `example` too."""
+    for key, value in node.value if hasattr(node, "flow_style") and node.id == "mapping" else ():
+        if sum(other.value == key.value for other, _ in node.value) > 1:
+            return str(key.value)
+        found = _given_twice(value)
+        if found:
+            return found
+    return None
 
 
 def _checked(raw: dict[str, Any], file: Path) -> Template:
@@ -166,6 +201,8 @@ def _checked(raw: dict[str, Any], file: Path) -> Template:
     columns = _columns(raw.get("columns"), place)
     _check_jinja(sources, [column.name for column in columns], place)
     roles = raw.get("roles") or {}
+    if not isinstance(roles, dict):
+        raise DataError("roles is not a table of roles", where=place, remedy="roles: {name in the file: role}")
     if kind == "messages" and ("messages" not in [column.name for column in columns] or not roles):
         raise DataError("kind messages wants a column messages and a table of roles", where=place)
     return Template(
@@ -196,13 +233,20 @@ def _columns(raw: Any, place: str) -> tuple[Column, ...]:
     return tuple(columns)
 
 
+def _names_in(source: str) -> set[str]:
+    """The variables that a jinja text uses and does not set itself."""
+    from jinja2 import meta
+
+    return meta.find_undeclared_variables(_environment().parse(source))
+
+
 def _check_jinja(sources: Mapping[str, str], columns: list[str], place: str) -> None:
-    from jinja2 import TemplateSyntaxError, meta
+    from jinja2 import TemplateSyntaxError
 
     environment = _environment()
     for key, source in sources.items():
         try:
-            names = meta.find_undeclared_variables(environment.parse(source))
+            names = _names_in(source)
         except TemplateSyntaxError as error:
             raise DataError(f"{key} is not a jinja text: {error.message} (line {error.lineno})", where=place) from error
         unknown = sorted(names - set(columns) - set(environment.globals))

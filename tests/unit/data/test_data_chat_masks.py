@@ -297,3 +297,9 @@ def test_a_template_that_ends_only_the_last_turn() -> None:
     assert spans(rendered) == ["yes or no", "yes\n</s>"]
     form = ChatForm(tiny_tokenizer(chat_forms.LAST_ONLY))
     assert "ends only the last turn with a stop token" in form.probe.warnings[0]
+
+
+@pytest.mark.parametrize("body", ["{{ 1 / 0 }}", "{% for i in range(10**9) %}{% endfor %}"])
+def test_whatever_a_chat_template_raises_is_a_refusal(body: str) -> None:
+    with pytest.raises(DataError, match="refuses the conversation"):
+        ChatForm(tiny_tokenizer(body))

@@ -302,3 +302,12 @@ def test_b36_an_injected_system_text_is_reported(prepared: Callable[..., Any]) -
     assert len(found) == 1
     assert found[0].startswith("1 of 2 rows have no system message")
     assert not prepared(rows, tiny_tokenizer(CHATML)).train.report.warnings
+
+
+def test_b16_a_limit_of_one_token_splits_into_nothing_and_says_so(prepared: Callable[..., Any]) -> None:
+    keys = {"template": "text", "max_tokens": 1, "on_long": "split"}
+    report = prepared([{"text": "ab"}, {"text": "cd"}], strict=False, **keys).train.report
+    assert (report.rows_in, report.rows_kept, report.documents) == (2, 0, 0)
+    assert report.dropped == {"no trainable token left after truncation": 2}
+    with pytest.raises(DataError, match="2 of 2 rows have no trainable token left"):
+        prepared([{"text": "ab"}, {"text": "cd"}], **keys)

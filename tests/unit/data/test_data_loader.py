@@ -36,6 +36,13 @@ def test_total_steps(epochs: float | None, max_steps: int | None, steps: int) ->
     assert total_steps(Order([1] * 7, 4, None, seed=0), epochs, max_steps) == steps
 
 
+def test_a_run_has_a_step_and_epochs_beyond_max_steps_are_not_counted() -> None:
+    order = Order([1] * 7, 4, None, seed=0)
+    assert total_steps(order, 1e-12, None) == 1
+    assert total_steps(order, 1e12, 3) == 3
+    assert total_steps(Order([4] * 7, None, 8, seed=0), 1e12, 5) == 5
+
+
 def test_total_steps_of_token_batches_are_the_sum_over_epochs() -> None:
     order = Order(np.random.default_rng(0).integers(1, 60, 50), batch=None, batch_tokens=100, seed=3)
     sizes = [len(order.batches(epoch)) for epoch in range(4)]

@@ -37,3 +37,7 @@ def test_short_documents_fill_their_rows() -> None:
 def test_a_document_that_no_row_takes_is_refused(length: int) -> None:
     with pytest.raises(ValueError, match=f"document 1 has {length} tokens"):
         pack([3, length], 8)
+
+
+def test_a_huge_limit_costs_nothing() -> None:
+    assert pack([5, 3, 8], 10**15) == [[0, 1, 2]]

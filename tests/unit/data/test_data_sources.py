@@ -172,3 +172,23 @@ def test_max_rows_takes_the_first(tmp_path: Path) -> None:
     path = save(tmp_path, "a.jsonl", "".join(json.dumps({"n": n}) + "\n" for n in range(5)))
     assert [row["n"] for row in load_records(path, DataSection(max_rows=3))] == [0, 1, 2]
     assert len(load_records(path, DataSection(max_rows=9))) == 5
+
+
+DEEP = '{"a":' * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", '"hello"', "a JSON object is wanted; this is a str"),
+        ("a.json", "42", "a JSON object is wanted; this is a int"),
+        ("a.json", "null", "a JSON object is wanted; this is a NoneType"),
+        ("a.json", DEEP, "line 1: JSON nested too deeply"),
+        ("a.jsonl", DEEP, "line 1: JSON nested too deeply"),
+        ("a.jsonl", '{"text": "a"}\n{"text": ' + "9" * 5000 + "}\n", "line 2: a number with too many digits"),
+        ("a.json", '[{"text": ' + "9" * 5000 + "}]", "a number with too many digits"),
+        ("a.json", '{"text": ' + "9" * 5000 + "}", "line 1: a number with too many digits"),
+    ],
+)
+def test_json_that_is_no_table_of_rows_is_one_message(tmp_path: Path, name: str, content: str, message: str) -> None:
+    assert message in fault(save(tmp_path, name, content))

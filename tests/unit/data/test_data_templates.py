@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from finetune.data.cells import RowError
+from finetune.data.rendering import Renderer
 from finetune.data.templates import load_template, template_names
 from finetune.errors import ConfigError, DataError
 from tests.unit.data.chat_forms import CHATML, render, tiny_tokenizer
@@ -210,18 +211,58 @@ def test_half_a_character_is_a_fault_of_its_row(prepared: Callable[..., Any]) ->
 
 def test_contradictions_are_listed_together(prepared: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError) as caught:
-        prepared(
-            [{"text": "a"}],
-            template="text",
-            train_on="last",
-            valid_path="x.jsonl",
-            valid_share=0.1,
-            recipe={"evaluate": {"sets": {"valid": "y.jsonl"}}},
-        )
-    assert [fault.where for fault in caught.value.faults] == [
-        "data.valid_share",
-        "evaluate.sets.valid",
-        "data.train_on",
-    ]
+        prepared([{"text": "a"}], template="text", train_on="last", split="validation")
+    assert [fault.where for fault in caught.value.faults] == ["data.split", "data.train_on"]
+    assert "rows.jsonl is a file" in caught.value.faults[0].what
     with pytest.raises(ConfigError, match=r"only plain documents"):
         prepared([{"messages": []}], on_long="split")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ question + 1 }}", "can only concatenate str"),
+        ("{% for i in range(1000000000) %}x{% endfor %}", "Range too big"),
+        ("{% include 'x' %}", "no loader"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
+        ("{{ question.__class__ }}", "unsafe"),
+    ],
+)
+def test_whatever_a_template_raises_is_its_fault(tmp_path: Path, prompt: str, reason: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(OWN.replace("Q: {{ question }}", prompt.replace("'", "''")))
+    with pytest.raises(DataError, match=reason) as caught:
+        render(load_template(str(path)), {"question": "a", "reply": "b"}, "x", tiny_tokenizer())
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: 2024-13-45\n", "not a readable YAML file"),
+        ("[" * 100_000, "not a readable YAML file"),
+        ("&a {b: *a}\n", "not a readable YAML file"),
+        (OWN + "roles: [a]\n", "roles is not a table"),
+        (OWN + "answer: '{{ question }}'\n", "the key 'answer' is given twice"),
+        (OWN.replace("reply: {required: true}", "question: {}"), "the key 'question' is given twice"),
+    ],
+)
+def test_template_files_that_are_broken_or_ambiguous(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(DataError, match=message):
+        load_template(str(tmp_path / "mine.yaml"))
+
+
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), tiny_tokenizer(CHATML)], ids=["plain", "chat"])
+def test_a_prompt_fills_the_column_that_the_templates_prompt_takes(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("columns: {reply: {required: true}, question: {required: true}}\n" + OWN.split("\n", 1)[1])
+    prompt = Renderer(load_template(str(path)), tokenizer).prompt("why?")
+    assert "Q: why?" in prompt
+    assert "answer" not in prompt
+    path.write_text(OWN.replace("{required: true}", "{}"))
+    assert "Q: why?" in Renderer(load_template(str(path)), tokenizer).prompt("why?")
+    path.write_text(OWN.replace("{question", "{context: {required: true}, question").replace("Q:", "{{ context }}"))
+    with pytest.raises(DataError, match="made from context, question, and one text is given"):
+        Renderer(load_template(str(path)), tokenizer).prompt("why?")
