@@ -12,7 +12,9 @@ from transformers import GenerationConfig
 
 from finetune.config.schema import GenerateSection
 from finetune.contracts import Model
+from finetune.errors import InputError
 from finetune.kernels.precision import compute
+from finetune.models.decoder import learned_positions
 from finetune.models.load import stop_tokens
 
 
@@ -25,9 +27,14 @@ def answer(
     """
     if not prompts:
         return []
+    width = max(len(prompt) for prompt in prompts)
+    limit = learned_positions(model)
+    if limit is not None:
+        if width >= limit:
+            raise InputError(f"a prompt of {width} tokens leaves no room in {limit} positions", "prompt", "shorten it")
+        settings = settings.model_copy(update={"max_tokens": min(settings.max_tokens, limit - width)})
     device = next(model.module.parameters()).device
     pad = model.tokenizer.pad_token_id
-    width = max(len(prompt) for prompt in prompts)
     ids_BS = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask_BS = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     was_training = model.module.training

@@ -26,6 +26,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from finetune.config.schema import AdapterSection
+from finetune.environment import user_path
 from finetune.errors import ModelError
 from finetune.models.decoder import find_blocks
 from finetune.models.quantized import freeze
@@ -47,6 +48,12 @@ REFUSED_SETTINGS = {
 }
 """Settings of an adapter folder: the value that is plain LoRA, and what another value means."""
 
+KINDS_OF_SETTINGS: dict[str, tuple[type, ...]] = {
+    "r": (int,),
+    "lora_alpha": (int, float),
+    "target_modules": (list, str),
+}
+
 
 def attach(base: nn.Module, adapter: AdapterSection, source: str, seed: int) -> tuple[PeftModel, list[str]]:
     """`base` with a LoRA on every target, and notices (matches of each entry, trainable parameters).
@@ -56,7 +63,7 @@ def attach(base: nn.Module, adapter: AdapterSection, source: str, seed: int) -> 
     rank, alpha and targets. Raises ModelError for entries that match nothing or nothing that can be adapted (B106),
     for targets that would not be trained (B107), for keys that find no place (B97), and for contradictions.
     """
-    folder = None if adapter.path is None else Path(adapter.path).expanduser()
+    folder = None if adapter.path is None else user_path(adapter.path, "adapter.path")
     config, notices = _new_config(base, adapter) if folder is None else _stored_config(folder, adapter)
     wanted = match_targets(base, adapter.targets if folder is None else _entries(config))
     if folder is not None:
@@ -217,6 +224,9 @@ def _stored_config(folder: Path, adapter: AdapterSection) -> tuple[LoraConfig, l
                 where=where,
                 remedy="merge it into its base with peft and set model.path to the result, or choose a plain LoRA",
             )
+    for name, kinds in KINDS_OF_SETTINGS.items():
+        if not isinstance(facts.get(name), kinds) or isinstance(facts.get(name), bool):
+            raise ModelError(f"{name} of {CONFIG} is {facts.get(name)!r}", where, "save the adapter again with peft")
     try:
         config = LoraConfig.from_pretrained(where)
     except (TypeError, ValueError) as error:
@@ -267,9 +277,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
         pickle = f"; {PICKLE} is a pickle, which may run code and is not opened" if (folder / PICKLE).is_file() else ""
         raise ModelError(f"{WEIGHTS} is missing{pickle}", str(folder), "save the adapter again as safetensors")
     try:
-        return json.loads((folder / CONFIG).read_text())
-    except ValueError as error:
-        raise ModelError(f"{CONFIG} is not JSON: {error}", str(folder)) from error
+        facts = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{CONFIG} is not JSON: {error}", str(folder), "save the adapter again") from error
+    if not isinstance(facts, dict):
+        raise ModelError(f"{CONFIG} holds a {type(facts).__name__}, not settings", str(folder), "save it again")
+    return facts
 
 
 def _load(module: PeftModel, folder: Path, source: str) -> list[str]:

@@ -126,6 +126,14 @@ def attention_windows(config: Any) -> dict[str, int | None]:
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(layer_types))}
 
 
+def learned_positions(model: Model) -> int | None:
+    """How many positions a model with a table of learned ones has; None where they are computed (rotary, ALiBi)."""
+    made_for, tokens = model.shape.positions, model.base.get_input_embeddings().weight
+    tables = [part for part in model.backbone.modules() if isinstance(part, nn.Embedding) and part.weight is not tokens]
+    # Some tables begin with two rows that are no positions (OPT).
+    return made_for if any(part.num_embeddings - made_for in (0, 1, 2) for part in tables) else None
+
+
 def head_weight(model: Model) -> tuple[Tensor, Tensor | None]:
     """The head's weight [V, D] and bias as they act, differentiable: with an adapter on the head, W + scale * B A.
 

@@ -8,48 +8,27 @@ whatever that changes against the stored ones is said in a notice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.config.schema import ModelSection, Recipe
 from finetune.contracts import Model, Shape
 from finetune.errors import ModelError
+from finetune.kernels.precision import DTYPES
 from finetune.models.adapters import attach, seeded
 from finetune.models.chat_tokens import align_generation, stop_tokens, template_tokens, untrained_tokens
+from finetune.models.config import load_config, loading, origin
 from finetune.models.decoder import assemble, attention_windows
 from finetune.models.quantized import check_stored, keep_layout, nf4_config, quantised_report
-from finetune.models.source import Source, hub_fault, locate
+from finetune.models.source import Source, locate
 from finetune.models.verify import verify
 
 __all__ = ["align_generation", "load_config", "load_model", "load_tokenizer", "stop_tokens"]
 
 Precision = Literal["fp32", "bf16"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
-LOGIT_CHANGES = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "lm_head_multiplier": 1.0}
-"""Config fields that change logits after the head, with the value that leaves them alone."""
-UNTRAINED_DRAWS = ("classifier", "summary")
-"""Parts of a config's dropout names that a causal LM never uses."""
-
-
-def load_config(section: ModelSection) -> Any:
-    """The transformers config of a causal language model; ModelError for anything else, by name."""
-    source = locate(section)
-    with _quiet():
-        try:
-            config = AutoConfig.from_pretrained(source.place, **_origin(source, section))
-        except LOADING_ERRORS as error:
-            raise hub_fault(error, source, section.trust_remote_code) from error
-    _check_architecture(config, section)
-    return config
 
 
 def load_tokenizer(section: ModelSection) -> Any:
@@ -59,11 +38,8 @@ def load_tokenizer(section: ModelSection) -> Any:
 
 def _tokenizer(section: ModelSection) -> tuple[Any, list[str]]:
     source = locate(section)
-    with _quiet():
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(source.place, **_origin(source, section))
-        except LOADING_ERRORS as error:
-            raise hub_fault(error, source, section.trust_remote_code) from error
+    with loading(source, section):
+        tokenizer = AutoTokenizer.from_pretrained(source.place, **origin(source, section))
     if not tokenizer.is_fast:
         raise ModelError(
             f"{type(tokenizer).__name__} gives no character offsets, which the labels are made from",
@@ -129,14 +105,6 @@ def load_model(
     return model
 
 
-def _origin(source: Source, section: ModelSection) -> dict[str, Any]:
-    return {
-        "revision": section.revision if source.hub and section.revision else "main",
-        "trust_remote_code": section.trust_remote_code,
-        "local_files_only": not source.hub or source.offline,
-    }
-
-
 def _weights(
     source: Source, section: ModelSection, config: Any, dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, list[str]]:
@@ -154,13 +122,8 @@ def _weights(
         arguments["quantization_config"] = nf4_config(dtype)
     if section.base == "nf4" or device.type != "cpu":
         arguments["device_map"] = {"": str(device)}
-    with _quiet():
-        try:
-            base, info = AutoModelForCausalLM.from_pretrained(source.place, **arguments, **_origin(source, section))
-        except torch.OutOfMemoryError:
-            raise
-        except LOADING_ERRORS as error:
-            raise hub_fault(error, source, section.trust_remote_code) from error
+    with loading(source, section):
+        base, info = AutoModelForCausalLM.from_pretrained(source.place, **arguments, **origin(source, section))
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
@@ -179,42 +142,6 @@ def _weights(
     if unused:
         notices.append(f"{len(unused)} stored tensors are not used by {type(base).__name__} (such as {unused[0]})")
     return base, notices
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars and no log lines of transformers while loading; what matters becomes a notice."""
-    bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bars:
-            transformers_logging.enable_progress_bar()
-
-
-def _check_architecture(config: Any, section: ModelSection) -> None:
-    name = f"{type(config).__name__} (model type {config.model_type})"
-    own_code = section.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    reason = None
-    if getattr(config, "is_encoder_decoder", False):
-        reason = "is an encoder-decoder"
-    elif config.get_text_config() is not config:
-        reason = "has parts other than text (images, sound)"
-    elif config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not own_code:
-        reason = "is not a causal language model that transformers knows"
-    if reason:
-        raise ModelError(f"{name} {reason}", section.path, "use a text decoder such as Llama, Mistral or Qwen")
-    for field, harmless in LOGIT_CHANGES.items():
-        value = getattr(config, field, harmless)
-        if value not in (None, harmless):
-            raise ModelError(
-                f"{name} changes its logits after the head ({field}={value}), which the chunked loss would leave out",
-                where=section.path,
-                remedy="use a model without it",
-            )
 
 
 def _check_draws(config: Any, section: ModelSection) -> None:

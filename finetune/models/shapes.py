@@ -103,9 +103,11 @@ def shape_for(recipe: Recipe) -> Shape:
 
     ModelError says what was looked for when there is none of these.
     """
+    from finetune.models.config import load_config
+
     path = recipe.model.path
     if Path(path).is_dir():
-        return shape_of(_config(recipe, path))
+        return shape_of(load_config(recipe.model))
     row = NAMES.get(path, path)
     if row in SHAPES:
         return SHAPES[row]
@@ -114,23 +116,7 @@ def shape_for(recipe: Recipe) -> Shape:
         raise ModelError(
             f"there is no built-in model '{path.removeprefix('builtin:')}'", "model.path", f"one of {known}"
         )
-    return shape_of(_config(recipe, path))
-
-
-def _config(recipe: Recipe, path: str) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(
-            path, revision=recipe.model.revision or "main", trust_remote_code=recipe.model.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"the config of '{path}' cannot be read: {first}",
-            where="model.path",
-            remedy="give a folder with a config.json, a hub id that can be reached, or one of " + ", ".join(NAMES),
-        ) from error
+    return shape_of(load_config(recipe.model))
 
 
 def shape_of(config: Any) -> Shape:
@@ -146,8 +132,11 @@ def shape_of(config: Any) -> Shape:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        raise ModelError(f"{name}: transformers has no causal language model for it", "model.path") from error
+    except Exception as error:
+        # Numbers of a config.json that make no model raise nearly anything.
+        reason = " ".join(str(error).split()) or type(error).__name__
+        what = f"{name}: transformers has no causal language model for it ({reason[:300]})"
+        raise ModelError(what, "model.path", "check the model's config.json") from error
     return _counted(name, model, config.get_text_config())
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.config.schema import ModelSection
-from finetune.environment import hub_offline
+from finetune.environment import hub_offline, user_path
 from finetune.errors import ModelError
 from finetune.models.builtin import PREFIX, resolve
 
@@ -52,10 +52,14 @@ class Source:
 def locate(section: ModelSection) -> Source:
     """Folder or hub id of model.path; makes an embedded model if need be. ModelError for what cannot be a model."""
     path = section.path
+    is_local = path.startswith(PREFIX) or user_path(path, "model.path").exists()
+    if is_local and section.revision:
+        what = f"model.revision={section.revision}, but {path} is no hub id: it has no revisions"
+        raise ModelError(what, "model.revision", "leave it out, or set model.path to a hub id")
     if path.startswith(PREFIX):
         folder = resolve(path)
         return Source(folder, folder, hub=False, offline=True)
-    folder = Path(path).expanduser()
+    folder = user_path(path, "model.path")
     if folder.is_dir():
         _check_folder(folder)
         return Source(str(folder), str(folder), hub=False, offline=True)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from finetune.contracts import IGNORED, Batch, Model
 from finetune.errors import ModelError
-from finetune.models.decoder import hidden_states
+from finetune.models.decoder import hidden_states, learned_positions
 
 LENGTHS = (5, 7)
 """Tokens of the two documents that are tried."""
@@ -39,6 +39,8 @@ def verify_logits(model: Model) -> None:
     with _mode(model, training=False):
         own = model.base(input_ids=batch.input_ids, use_cache=False).logits
         ours = model.head(hidden_states(model, batch))
+    if not bool(own.isfinite().all()):
+        raise _fault(model, "gives logits that are not finite numbers", "check its weights, and adapter.alpha")
     if not _close(own, ours):
         raise _fault(model, "changes its logits after the head, which the chunked loss would leave out")
 
@@ -79,6 +81,21 @@ def verify_draws(model: Model) -> None:
             "draws at random inside its functions (dropout or routing noise), where draws cannot be keyed by row",
             "copy the model to a folder and set its dropout rates to 0 in config.json",
         )
+
+
+def check_lengths(model: Model, row: int, document: int) -> list[str]:
+    """Notices on documents longer than the model was made for; ModelError where it has no place for such a row.
+
+    `row` and `document`: tokens of the longest of each. Rotary models go on past their length, only worse; a table of
+    learned positions ends.
+    """
+    learned = learned_positions(model)
+    if learned is not None and row > learned:
+        raise _fault(model, f"has {learned} learned positions; a row has {row} tokens", f"data.max_tokens={learned}")
+    made_for = model.shape.positions
+    if not made_for or document <= made_for:
+        return []
+    return [f"the longest document has {document:,} tokens; the model was made for {made_for:,} (its config.json)"]
 
 
 def _generator_state(device: torch.device) -> Tensor:

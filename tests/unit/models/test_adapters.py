@@ -223,6 +223,10 @@ def test_b94_an_adapter_of_another_width_is_refused_with_both_shapes(make_base, 
         ({"bias": "all"}, "trained biases"),
         ({"peft_type": "IA3"}, "IA3, not LoRA"),
         ({"target_modules": ".*q_proj"}, "regular expression"),
+        ({"target_modules": None}, "target_modules of adapter_config.json is None"),
+        ({"target_modules": 5}, "target_modules of adapter_config.json is 5"),
+        ({"r": "four"}, "r of adapter_config.json is 'four'"),
+        ({"lora_alpha": None}, "lora_alpha of adapter_config.json is None"),
     ],
 )
 def test_adapters_that_are_more_than_lora_are_refused_by_name(make_base, section, stored, change, message):
@@ -238,3 +242,10 @@ def test_folders_without_an_adapter_or_with_a_pickle_are_refused(make_base, sect
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(ModelError, match="is a pickle"):
         attach(make_base(), section(path=str(folder)), "base", 0)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '"x"', "[" * 100_000])
+def test_an_adapter_config_that_holds_no_settings_is_refused(make_base, section, stored, text):
+    (stored[0] / "adapter_config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"adapter_config\.json (holds|is not JSON)"):
+        attach(make_base(), section(path=str(stored[0])), "base", 0)

@@ -8,8 +8,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, T5Config
 
-from finetune.errors import ModelError
+from finetune.errors import InputError, ModelError
+from finetune.generate.engine import answer
 from finetune.models.load import load_config, load_model, load_tokenizer
+from finetune.models.shapes import shape_for
+from finetune.models.verify import check_lengths
 
 LORA = {"kind": "lora", "rank": 4}
 
@@ -204,3 +207,62 @@ def test_loading_leaves_the_callers_random_state_alone(tiny, recipe, shape):
     state = torch.get_rng_state()
     load_model(recipe(tiny, adapter={**LORA, "dropout": 0.1}), "cpu", "fp32", shape=shape)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.json", "[]"),
+        ("config.json", "null"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "[]"),
+        ("generation_config.json", "[]"),
+    ],
+)
+def test_broken_files_of_a_model_are_one_message(make_folder, recipe, shape, file, text):
+    folder = make_folder()
+    (folder / file).write_text(text)
+    with pytest.raises(ModelError, match="the model cannot be loaded"):
+        load_model(recipe(folder), "cpu", "fp32", shape=shape)
+
+
+@pytest.mark.parametrize(
+    "change", [{"vocab_size": 100}, {"hidden_size": 63}, {"num_attention_heads": 0}, {"hidden_act": "nope"}]
+)
+def test_numbers_of_a_config_that_make_no_model_are_one_message(make_folder, recipe, change):
+    folder = make_folder()
+    edit(folder, **change)
+    with pytest.raises(ModelError, match=r"no causal language model for it|the model cannot be loaded"):
+        shape_for(recipe(folder))
+
+
+def test_a_revision_of_a_folder_is_refused(make_folder, recipe):
+    for path in (make_folder(), "builtin:tiny"):
+        with pytest.raises(ModelError, match="it has no revisions"):
+            load_config(recipe(path, model={"revision": "v2"}).model)
+
+
+def test_weights_that_are_no_numbers_are_said_to_be_so(make_folder, recipe, shape):
+    folder = make_folder()
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] * float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="logits that are not finite numbers"):
+        load_model(recipe(folder), "cpu", "fp32", shape=shape)
+
+
+def test_b41_positions_that_a_model_does_not_have(tiny, tmp_path, recipe, make_folder):
+    rates = {"resid_pdrop": 0, "attn_pdrop": 0, "embd_pdrop": 0}
+    whole = recipe(gpt2(tmp_path / "gpt2", AutoTokenizer.from_pretrained(tiny), **rates))
+    learned = load_model(whole, "cpu", "fp32")
+    assert check_lengths(learned, 64, 64) == []
+    with pytest.raises(ModelError, match=r"has 64 learned positions; a row has 65 tokens(.|\n)*data\.max_tokens=64"):
+        check_lengths(learned, 65, 20)
+    settings = whole.generate.model_copy(update={"max_tokens": 64})
+    assert len(answer(learned, [[5] * 60, [5]], settings, "fp32")) == 2
+    with pytest.raises(InputError, match="a prompt of 64 tokens leaves no room in 64 positions"):
+        answer(learned, [[5] * 64], settings, "fp32")
+    rotary = load_model(recipe(make_folder()), "cpu", "fp32")
+    assert check_lengths(rotary, 4096, 128) == []
+    assert "has 129 tokens; the model was made for 128" in check_lengths(rotary, 4096, 129)[0]

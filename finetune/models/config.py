@@ -1,0 +1,78 @@
+"""A model's config: read from a folder or the hub, and refused by name when it is no causal language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from finetune.config.schema import ModelSection
+from finetune.errors import ModelError
+from finetune.models.source import Source, hub_fault, locate
+
+LOGIT_CHANGES = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "lm_head_multiplier": 1.0}
+"""Config fields that change logits after the head, with the value that leaves them alone."""
+
+
+def load_config(section: ModelSection) -> Any:
+    """The transformers config of a causal language model; ModelError for anything else, by name."""
+    source = locate(section)
+    with loading(source, section):
+        config = AutoConfig.from_pretrained(source.place, **origin(source, section))
+    _check_architecture(config, section)
+    return config
+
+
+def origin(source: Source, section: ModelSection) -> dict[str, Any]:
+    """What every from_pretrained of transformers is told about where to read."""
+    return {
+        "revision": section.revision if source.hub and section.revision else "main",
+        "trust_remote_code": section.trust_remote_code,
+        "local_files_only": not source.hub or source.offline,
+    }
+
+
+@contextmanager
+def loading(source: Source, section: ModelSection) -> Iterator[None]:
+    """No progress bars and no log lines of transformers; what it raises over a model's files is one ModelError."""
+    bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        # Broken files raise nearly anything (tokenizers raises bare Exceptions): none is a fault of this program.
+        raise hub_fault(error, source, section.trust_remote_code) from error
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _check_architecture(config: Any, section: ModelSection) -> None:
+    name = f"{type(config).__name__} (model type {config.model_type})"
+    own_code = section.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    reason = None
+    if getattr(config, "is_encoder_decoder", False):
+        reason = "is an encoder-decoder"
+    elif config.get_text_config() is not config:
+        reason = "has parts other than text (images, sound)"
+    elif config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not own_code:
+        reason = "is not a causal language model that transformers knows"
+    if reason:
+        raise ModelError(f"{name} {reason}", section.path, "use a text decoder such as Llama, Mistral or Qwen")
+    for field, harmless in LOGIT_CHANGES.items():
+        value = getattr(config, field, harmless)
+        if value not in (None, harmless):
+            raise ModelError(
+                f"{name} changes its logits after the head ({field}={value}), which the chunked loss would leave out",
+                where=section.path,
+                remedy="use a model without it",
+            )
