@@ -6,6 +6,8 @@ blocks. With bf16 they differ when every parameter trains: weights and stream ar
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from dataclasses import dataclass
 
 from finetune.config.schema import Recipe
@@ -27,6 +29,8 @@ PLACES = {
 """Which input a block's linear reads, by the last part of its name; other names go by their widths."""
 HEAD_NAMES = ("lm_head", "embed_out", "output")
 EMBEDDING_NAMES = ("embed_tokens", "wte", "embed_in")
+BLOCK_NUMBER = re.compile(r"(?<![^.])([0-9]+|\[[^].]*]|[*?]+)\.")
+"""A part of an adapter's target that is a block's number, or a pattern of such."""
 
 
 @dataclass(frozen=True)
@@ -109,18 +113,17 @@ def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu"
 def _targets(shape: Shape, wanted: tuple[str, ...]) -> tuple[frozenset[str], bool, bool]:
     """The block's linears that an adapter reaches, and whether it reaches the head and the embedding.
 
-    As peft matches: `all-linear` is every linear of the blocks, a name matches whole or as the end after a dot.
+    Entries are those of models/adapters. One that names some blocks only counts for all: never too few bytes.
     """
-    if wanted == ("all-linear",):
-        return frozenset(linear.name for linear in shape.linears), False, False
     found: set[str] = set()
+    outside: set[str] = set()
     unmatched = []
     for target in wanted:
-        matches = {
-            linear.name for linear in shape.linears if linear.name == target or linear.name.endswith(f".{target}")
-        }
+        matches = {linear.name for linear in shape.linears if target == "all-linear" or _names(target, linear.name)}
+        ends = {name for name in (*HEAD_NAMES, *EMBEDDING_NAMES) if target != "all-linear" and _names(target, name)}
         found |= matches
-        if not matches and target not in (*HEAD_NAMES, *EMBEDDING_NAMES):
+        outside |= ends
+        if not matches and not ends:
             unmatched.append(target)
     if unmatched:
         names = ", ".join(sorted({linear.name.rpartition(".")[2] for linear in shape.linears}))
@@ -129,7 +132,21 @@ def _targets(shape: Shape, wanted: tuple[str, ...]) -> tuple[frozenset[str], boo
             where="adapter.targets",
             remedy=f"all-linear, or some of {names}",
         )
-    return frozenset(found), any(name in HEAD_NAMES for name in wanted), any(name in EMBEDDING_NAMES for name in wanted)
+    return frozenset(found), bool(outside & set(HEAD_NAMES)), bool(outside & set(EMBEDDING_NAMES))
+
+
+def _names(target: str, name: str) -> bool:
+    """Whether a target may select a module `name`, which is written without what stands before it in the model.
+
+    A target is a name, its end after a dot, or a pattern; it may name the block as well (model.layers.3.mlp.up_proj,
+    layers.[02].mlp.*), and then what follows the block's number is what the name is held to.
+    """
+    tails = [target, *(target[number.end() :] for number in BLOCK_NUMBER.finditer(target))]
+    if any(sign in target for sign in "*?["):
+        return any(
+            fnmatch.fnmatchcase(full, tail) for tail in tails for full in (name, f"x.{name}", f"model.layers.0.{name}")
+        )
+    return name in tails or name.endswith(f".{target}")
 
 
 def place_of(linear: LinearShape, shape: Shape) -> str:
