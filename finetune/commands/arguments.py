@@ -12,24 +12,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from finetune.config.check import Known
-from finetune.config.keys import KEYS, nearest
+from finetune.config.keys import KEYS, key_of, nearest
 from finetune.config.load import load_recipe, override_faults, recipe_differences, recipe_names
 from finetune.config.schema import Recipe
-from finetune.environment import Launch
-from finetune.errors import ConfigError, Fault
+from finetune.environment import Launch, user_path
+from finetune.errors import ConfigError, Fault, InputError
 
 COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True)
 class Takes:
-    """What a word takes: its own keys with their meaning, recipe keys (and `recipe=` itself), `--json`."""
+    """What a word takes: its own keys with their meaning, recipe keys (and `recipe=` itself), `--json`.
+
+    `acts`: the sections and keys of a recipe that change what the word does; others are refused. Empty: all of them.
+    """
 
     own: Mapping[str, str] = field(default_factory=dict)
     recipe: bool = False
     overrides: bool = False
     json: bool = True
     lists_keys: bool = False
+    acts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,16 @@ def read(words: Sequence[str], takes: Takes) -> Arguments:
             own.setdefault(key, value)
         elif takes.overrides:
             overrides.append(word)
+            if takes.acts and key_of(tuple(key.split("."))) and not _among(key, takes.acts):
+                what = "has no effect here: the run is finished"
+                faults.append(Fault(f"{COMMAND_LINE} {key}", what, f"leave it out; what acts: {', '.join(takes.acts)}"))
         else:
             faults.append(_unknown(word, names))
     return Arguments(own, own.pop("recipe", None) or None, tuple(overrides), as_json, tuple(faults))
+
+
+def _among(key: str, acts: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in acts)
 
 
 def _unknown(word: str, names: Mapping[str, str]) -> Fault:
@@ -112,13 +123,18 @@ def loaded(source: str | Path, arguments: Arguments, launch: Launch, faults: Seq
 
 def find_run(name: str, root: Path = Path("runs")) -> Path | Fault:
     """A run's folder: a path as given, or a name in `runs/`. A fault when there is none."""
-    for path in (Path(name).expanduser(), root / name):
+    where = f"{COMMAND_LINE} run"
+    try:
+        places = (user_path(name, where), user_path(root / name, where))
+    except InputError as error:
+        return error.fault
+    for path in places:
         if (path / "recipe.yaml").is_file():
             return path
     there = [path.parent.name for path in root.glob("*/recipe.yaml")]
     close = nearest(Path(name).name, there)
     remedy = f"did you mean run={root / close}?" if close else "`finetune runs` lists the runs of a folder"
-    return Fault(f"{COMMAND_LINE} run", f"{name!r} is not a run's folder: it has no recipe.yaml", remedy)
+    return Fault(where, f"{name!r} is not a run's folder: it has no recipe.yaml", remedy)
 
 
 def run_of(arguments: Arguments, faults: Sequence[Fault], example: str) -> Path:
@@ -161,6 +177,8 @@ def help_text(word: str, about: str, takes: Takes) -> str:
         lines += ["", "Keys:", *(f"  {key + '=':<{width}}{meaning}" for key, meaning in takes.own.items())]
     if takes.lists_keys:
         lines += ["", "Keys of a recipe (what each takes; its default):", *_recipe_keys()]
+    elif takes.acts:
+        lines += ["", f"Keys of a recipe that act here (`finetune train --help` tells more): {', '.join(takes.acts)}."]
     elif takes.overrides:
         lines += ["", "Any key of a recipe can be given too: `finetune train --help` lists them."]
     return "\n".join(lines)

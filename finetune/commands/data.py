@@ -25,11 +25,13 @@ def main(arguments: list[str]) -> int:
     from finetune.data.dataset import prepare
     from finetune.models.load import load_tokenizer
 
-    splits = prepare(recipe, load_tokenizer(recipe.model))
+    splits = prepare(recipe, load_tokenizer(recipe.model), strict=False)
     reports = {"train": splits.train.report, **{name: rows.report for name, rows in splits.evaluate.items()}}
     if given.json:
         show_json({name: preflight.as_dict(report) for name, report in reports.items()})
-        return 0
     for name, report in reports.items():
-        show(name, preflight.render(report))
+        if not given.json:
+            show(name, preflight.render(report))
+    for report in reports.values():
+        preflight.check(report)
     return 0

@@ -14,7 +14,8 @@ Examples:
   finetune evaluate run=runs/x data.valid_path=other.jsonl evaluate.max_rows=100
   finetune evaluate run=runs/x evaluate.sets.hard=hard.jsonl --json
 """
-TAKES = Takes(own={"run": "a run's folder, or its name in runs/"}, overrides=True)
+ACTS = ("device", "model", "data", "evaluate.sets", "evaluate.max_rows", "plan", "train.seed")
+TAKES = Takes(own={"run": "a run's folder, or its name in runs/"}, overrides=True, acts=ACTS)
 
 
 def main(arguments: list[str]) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from finetune.commands.arguments import COMMAND_LINE, Takes, read, run_of
 from finetune.commands.screen import show, show_json, table
 from finetune.config.keys import nearest
+from finetune.environment import user_path
 from finetune.errors import Fault
 
 HELP = """
@@ -44,12 +43,16 @@ def main(arguments: list[str]) -> int:
         faults.append(Fault(f"{COMMAND_LINE} to", f"there is no export {kind!r}", remedy))
     if kind == "hub":
         faults += given.need("repo", "repo=name/model")
+        if path:
+            faults.append(
+                Fault(f"{COMMAND_LINE} path", "path= is a folder here, and to=hub writes none", "leave it out")
+            )
     elif kind in KINDS and repo:
         faults.append(Fault(f"{COMMAND_LINE} repo", f"repo= is for to=hub, not for to={kind}", "leave it out"))
     run = run_of(given, faults, "run=runs/x")
     from finetune.train.after import export
 
-    facts = export(run, kind, Path(path).expanduser() if path else None, repo or None)
+    facts = export(run, kind, user_path(path, f"{COMMAND_LINE} path") if path else None, repo or None)
     if given.json:
         show_json(facts)
     else:

@@ -13,7 +13,10 @@ Examples:
   finetune generate run=runs/x prompt="She go to school every day."
   finetune generate run=runs/x prompt="Hello" generate.max_tokens=200 generate.temperature=0.7
 """
-TAKES = Takes(own={"run": "a run's folder, or its name in runs/", "prompt": "what to answer"}, overrides=True)
+ACTS = ("device", "model", "data.template", "data.columns", "generate", "train.seed")
+TAKES = Takes(
+    own={"run": "a run's folder, or its name in runs/", "prompt": "what to answer"}, overrides=True, acts=ACTS
+)
 
 
 def main(arguments: list[str]) -> int:

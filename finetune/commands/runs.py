@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finetune.commands.arguments import Takes, find_run, read
+from finetune.commands.arguments import COMMAND_LINE, Takes, find_run, read
 from finetune.commands.screen import show, show_json, table
 from finetune.config import keys
 from finetune.config.load import load_recipe, recipe_differences
 from finetune.config.schema import Recipe
-from finetune.environment import Launch
+from finetune.environment import Launch, user_path
 from finetune.errors import ConfigError, Fault
 
 HELP = """
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
     given = read(arguments, TAKES)
     if given.faults:
         raise ConfigError(list(given.faults))
-    root = Path(given.own.get("path") or "runs").expanduser()
+    root = user_path(given.own.get("path") or "runs", f"{COMMAND_LINE} path")
     if "diff" in given.own:
         return _show_difference(given.own["diff"], root, given.json)
     folders = sorted((path.parent for path in root.glob("*/recipe.yaml")), key=lambda path: path.stat().st_mtime)

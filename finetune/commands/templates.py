@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from finetune import environment
 from finetune.commands.arguments import Takes, read
 from finetune.commands.screen import show, show_json, table
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, DataError
 
 HELP = """
 Lists the data templates: how a row of a file becomes a prompt and an answer. A path to a YAML of your own works as well:
@@ -25,16 +21,13 @@ TAKES = Takes()
 
 def _row(name: str) -> dict[str, Any]:
     """A template's name, what it says of itself, and its file; the user's own folder comes first."""
-    for folder in (Path("data_templates"), environment.shipped_folder("data_templates")):
-        path = folder / f"{name}.yaml"
-        if path.is_file():
-            try:
-                content = yaml.safe_load(path.read_text(encoding="utf-8"))
-            except (yaml.YAMLError, UnicodeDecodeError):
-                content = None
-            about = content.get("description") if isinstance(content, dict) else "not a template"
-            return {"name": name, "about": about, "path": str(path)}
-    return {"name": name, "about": None, "path": None}
+    from finetune.data.templates import find_template, load_template
+
+    try:
+        about = load_template(name).description
+    except DataError as error:
+        about = f"does not load: {error.fault.what}"
+    return {"name": name, "about": about, "path": str(find_template(name))}
 
 
 def main(arguments: list[str]) -> int:

@@ -235,3 +235,48 @@ def test_accelerate_launch_behaves_the_same(capsys: pytest.CaptureFixture[str], 
     assert [row["name"] for row in json.loads(done.stdout)] == [
         row["name"] for row in json.loads(capsys.readouterr().out)
     ]
+
+
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize("path", [LONG, "~nobodyhere/x", "loop/x"])
+@pytest.mark.parametrize(
+    ("word", "keys"),
+    [
+        ("data", "recipe={}"),
+        ("data", "recipe=job.yaml model.path=./{}"),
+        ("data", "recipe=job.yaml data.path={}.jsonl"),
+        ("data", "recipe=job.yaml data.template=./{}.yaml"),
+        ("train", "recipe=job.yaml run.dir={}"),
+        ("train", "recipe=job.yaml resume={}"),
+        ("generate", "run={} prompt=x"),
+        ("runs", "path={}"),
+        ("runs", "diff={},b"),
+    ],
+)
+def test_a_path_that_cannot_be_looked_up_is_wrong_input(
+    word: str, keys: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("loop").symlink_to("loop")
+    Path("job.yaml").write_text("{model: {path: builtin:tiny}, data: {path: x.jsonl}, train: {batch: 1}}")
+    keys = keys.replace("./{}", "{}") if path.startswith("~") else keys
+    assert main([word, *(key.format(path) for key in keys.split())]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_what_does_not_act_on_a_finished_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", "run=x", "prompt=y", "train.batch=3", "adapter.path=z", "run.dir=w", "generate.max_tokens=4"]
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    for key in ("train.batch", "adapter.path", "run.dir"):
+        assert f"command line {key}: has no effect here: the run is finished" in err
+    assert "command line generate" not in err
+    assert main(["evaluate", "run=x", "generate.max_tokens=3", "data.valid_path=v", "evaluate.sets.a=b"]) == 2
+    err = capsys.readouterr().err
+    assert err.count("has no effect here") == 1
+
+
+def test_a_hub_export_takes_no_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "run=x", "to=hub", "repo=a/b", "path=out"]) == 2
+    assert "to=hub writes none" in capsys.readouterr().err

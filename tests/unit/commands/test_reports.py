@@ -102,3 +102,21 @@ def test_data_reports_every_split(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert list(found) == ["train", "valid"]
     assert main(list(words)) == 0
     assert "20" in capsys.readouterr().out
+
+
+def test_data_that_cannot_be_trained_on_are_shown_first(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.jsonl").write_text(json.dumps({"instruction": "say a long thing", "output": "x"}) + "\n")
+    Path("job.yaml").write_text(
+        "{model: {path: builtin:tiny}, train: {batch: 1}, data: {path: rows.jsonl, template: alpaca, max_tokens: 8}}"
+    )
+    found = report(capsys, "data", "recipe=job.yaml", code=2)
+    assert found["train"]["dropped"] == {"no trainable token left after truncation": 1}
+
+
+def test_a_template_that_does_not_load_is_listed_with_its_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("data_templates").mkdir()
+    Path("data_templates/broken.yaml").write_text("kind: nonsense\n")
+    rows = {row["name"]: row for row in report(capsys, "templates")}
+    assert rows["broken"]["about"] == "does not load: kind is 'nonsense'"
+    assert rows["broken"]["path"] == "data_templates/broken.yaml"
+    assert rows["alpaca"]["about"] == "An instruction, perhaps with an input, and its answer."
