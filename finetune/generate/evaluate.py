@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from finetune.data.dataset import RowSet
-from finetune.data.loader import micro_batches
 
 from finetune.contracts import Model, Plan, Task
+from finetune.data.dataset import RowSet
+from finetune.data.loader import micro_batches
 from finetune.kernels.precision import compute
 from finetune.machine.collectives import World
 
@@ -29,11 +29,11 @@ class Evaluator:
     interrupted: Callable[[], None]
 
     def losses(self, sets: dict[str, RowSet]) -> dict[str, float]:
-        """`eval_loss` of the first set; `NAME/eval_loss` of the others. Sum of token losses over count of trained tokens."""
+        """`eval_loss` of the set `valid`, `NAME/eval_loss` of the others: sum of token losses over trained tokens."""
         figures: dict[str, float] = {}
-        for index, (name, rows) in enumerate(sets.items()):
+        for name, rows in sets.items():
             total, count = self._sums(rows)
-            figures["eval_loss" if index == 0 else f"{name}/eval_loss"] = total / count
+            figures["eval_loss" if name == "valid" else f"{name}/eval_loss"] = total / count
         return figures
 
     def _sums(self, rows: RowSet) -> tuple[float, int]:

@@ -46,6 +46,9 @@ def finished_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
     if not result.exists():
         raise InputError("this run has no result yet", str(run), "go on with it: resume=auto run.dir=" + str(run))
     if recipe.adapter.kind == "none":
+        for key in ("model.path", "model.revision"):
+            if any(word.startswith(f"{key}=") for word in overrides):
+                raise InputError("this run trained every parameter: its result is the model", key, "leave it out")
         changes = {"model": recipe.model.model_copy(update={"path": str(result), "revision": None})}
     else:
         changes = {"adapter": recipe.adapter.model_copy(update={"path": str(result)})}
@@ -94,7 +97,6 @@ def _push(run: Path, recipe: Recipe, repo: str | None) -> dict[str, Any]:
             "the hub is switched off by HF_HUB_OFFLINE", "to=hub", "unset it, or export to a folder with path="
         )
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     folder = run / ("model" if recipe.adapter.kind == "none" else "adapter")
     try:
@@ -103,9 +105,11 @@ def _push(run: Path, recipe: Recipe, repo: str | None) -> dict[str, Any]:
         address = api.upload_folder(
             repo_id=repo, folder_path=str(folder), commit_message=f"{recipe.recipe}, by finetune"
         )
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:
+        # The hub's client lets its transport's own errors through, and those differ from version to version.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"the upload failed: {str(error).splitlines()[0]}", f"repo={repo}", "check the network and `hf auth login`"
+            f"the upload failed: {reason}", f"repo={repo}", "check the network and `hf auth login`"
         ) from error
     return {"kind": "hub", "path": str(address), "largest_logit_difference": None}
 

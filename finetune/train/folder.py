@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 from pathlib import Path
 
 from finetune.checkpoint import store
 from finetune.config.schema import Recipe
+from finetune.environment import user_path
 from finetune.errors import CheckpointError
 from finetune.machine.collectives import World
 from finetune.telemetry.log import Log
+
+TIMES = r"-[0-9]{8}-[0-9]{6}"
+"""What follows a recipe's name in the name of a run's folder; so `lora` never goes on with a run of `lora-2`."""
 
 
 def run_folder(recipe: Recipe, world: World, log: Log) -> tuple[Path, Path | None]:
@@ -18,7 +23,7 @@ def run_folder(recipe: Recipe, world: World, log: Log) -> tuple[Path, Path | Non
 
 
 def _find_folder(recipe: Recipe, log: Log) -> tuple[Path, Path | None]:
-    fresh = Path(recipe.run.dir or f"runs/{recipe.recipe}-{datetime.now():%Y%m%d-%H%M%S}")
+    fresh = user_path(recipe.run.dir or f"runs/{recipe.recipe}-{datetime.now():%Y%m%d-%H%M%S}", "run.dir")
     if recipe.resume is None:
         if store.complete(fresh / "checkpoints"):
             raise CheckpointError(
@@ -26,16 +31,17 @@ def _find_folder(recipe: Recipe, log: Log) -> tuple[Path, Path | None]:
             )
         return fresh, None
     if recipe.resume != "auto":
-        path = Path(recipe.resume)
+        path = user_path(recipe.resume, "resume")
         if not path.is_dir():
             raise CheckpointError(
                 "no such checkpoint", str(path), "resume=auto, or a folder like runs/x/checkpoints/step-0000050"
             )
-        return (Path(recipe.run.dir) if recipe.run.dir else path.resolve().parent.parent), path
+        return (fresh if recipe.run.dir else path.resolve().parent.parent), path
     if recipe.run.dir:
         folders = [fresh]
     else:
-        folders = sorted(Path("runs").glob(f"{recipe.recipe}-[0-9]*"), reverse=True)
+        own = re.compile(re.escape(recipe.recipe) + TIMES)
+        folders = sorted((path for path in Path("runs").glob("*") if own.fullmatch(path.name)), reverse=True)
     for folder in folders:
         checkpoint, notices = store.newest(folder / "checkpoints")
         for notice in notices:

@@ -5,6 +5,7 @@ It does not know what it trains. Whatever ends it - the last step, a signal, no 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -114,12 +115,13 @@ class Loop:
     def _note_best(self, figures: dict[str, float]) -> bool:
         """Updates what early stopping and keep_best go by; True when the checkpoint of this step is to be kept as best."""
         progress = self.job.progress
-        if progress.lowest is None or figures["eval_loss"] < progress.lowest:
-            progress.lowest, progress.evaluations_without_gain = figures["eval_loss"], 0
+        loss = figures.get("eval_loss")
+        if loss is not None and loss < (math.inf if progress.lowest is None else progress.lowest):
+            progress.lowest, progress.evaluations_without_gain = loss, 0
         else:
             progress.evaluations_without_gain += 1
         metric = self.job.recipe.checkpoint.keep_best
-        if metric is None or (progress.best is not None and figures[metric] >= progress.best):
+        if metric is None or not figures[metric] < (math.inf if progress.best is None else progress.best):
             return False
         progress.best, progress.best_step = figures[metric], progress.step
         return True

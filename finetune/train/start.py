@@ -22,6 +22,7 @@ from finetune.kernels.precision import DTYPES
 from finetune.machine.collectives import World, join, leave
 from finetune.models.load import load_model, load_tokenizer
 from finetune.models.shapes import shape_for
+from finetune.models.verify import check_lengths
 from finetune.optim.groups import roles_of
 from finetune.optim.table import build
 from finetune.planner import report
@@ -68,7 +69,8 @@ def _run(recipe: Recipe, launch: Launch, world: World) -> Result:
     decision = world.agree(lambda: decide(recipe, shape, hardware, ranks=world.size, longest_row=longest))
     log.say(report.render(decision, shape, recipe, hardware))
     model = load_model(recipe, world.device, decision.precision, shape=shape)
-    for notice in model.notices:
+    document = max(int(rows.documents.lengths.max()) for rows in (splits.train, *splits.evaluate.values()))
+    for notice in (*model.notices, *check_lengths(model, longest, document)):
         log.notice(notice)
     key = assemble(model, decision.plan, recipe.train.seed)
     optimizer = build(recipe.optimizer, model.trainable(), roles_of(model.module))

@@ -158,3 +158,64 @@ def test_recipe_of_a_run_runs_again_to_the_same_losses(tiny: dict[str, Any], tmp
     finetune.run(first.dir / "recipe.yaml", f"run.dir={tmp_path / 'again'}")
     assert column(tmp_path / "again", "loss") == column(first.dir, "loss")
     assert load_recipe(first.dir / "recipe.yaml").train.batch == 4
+
+
+def test_sets_of_their_own_names_without_valid_rows(tiny: dict[str, Any], tmp_path: Path) -> None:
+    hard = write_jsonl(tmp_path / "hard.jsonl", alpaca_rows(5, seed=9))
+    recipe = changed(
+        tiny,
+        data__valid_path=None,
+        evaluate={"samples": 0, "every": 2, "sets": {"hard": str(hard)}},
+        checkpoint={"keep_best": "hard/eval_loss"},
+        train={"batch": 4, "max_steps": 4},
+    )
+    run = finetune.run(recipe)
+    assert set(run.summary["eval_after"]) == {"hard/eval_loss"}
+    losses = column(run.dir, "hard/eval_loss")
+    assert len(losses) == 3
+    assert run.summary["best_step"] == 2 * losses.index(min(losses[1:]))
+    assert set(after.evaluate(run.dir)) == {"hard/eval_loss"}
+
+
+def test_targets_by_pattern(tiny: dict[str, Any]) -> None:
+    run = finetune.run(changed(tiny, adapter__targets="model.layers.0.mlp.*_proj,*.[qv]_proj", train__max_steps=1))
+    facts = json.loads((run.result / "adapter_config.json").read_text())
+    assert facts["r"] == 4
+    assert len(load_model(after.finished_recipe(run.dir), "cpu", "fp32").trainable()) == 2 * (3 + 2 * 2)
+
+
+def test_a_full_run_takes_no_other_model(tiny: dict[str, Any]) -> None:
+    run = finetune.run(changed(method(tiny, "none"), train__max_steps=1))
+    with pytest.raises(InputError, match="its result is the model"):
+        after.finished_recipe(run.dir, ["model.path=builtin:smollm2-135m"])
+
+
+def test_a_hub_that_cannot_be_reached_is_one_message(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    class UnreachableError(Exception):
+        """As httpx.ConnectError: neither an OSError nor a ValueError."""
+
+    def refuse(*arguments: Any, **keywords: Any) -> None:
+        raise UnreachableError
+
+    run = finetune.run(changed(tiny, train__max_steps=1))
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", refuse)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    with pytest.raises(InputError, match="the upload failed: UnreachableError"):
+        after.export(run.dir, "hub", None, "me/mine")
+
+
+def test_a_run_folder_in_ones_home_and_going_on_with_ones_own(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = finetune.run(changed(tiny, run__dir="~/mine", train__max_steps=1))
+    assert run.dir == tmp_path / "mine"
+    Path("runs").mkdir()
+    run.dir.rename("runs/tiny-2-20260101-000000")
+    other = finetune.run({**changed(tiny, run={}, train__max_steps=1), "resume": "auto"})
+    assert other.dir.name != "tiny-2-20260101-000000"
+    again = finetune.run({**changed(tiny, run={}, train__max_steps=1), "resume": "auto"})
+    assert again.dir.resolve() == other.dir.resolve()
