@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from finetune.data.dataset import RowSet
-from finetune.data.loader import micro_batches
 
 from finetune.contracts import Model, Plan, Task
+from finetune.data.dataset import RowSet
+from finetune.data.loader import micro_batches
 from finetune.kernels.precision import compute
 from finetune.machine.collectives import World
 

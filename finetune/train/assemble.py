@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from finetune.kernels.keyed_dropout import DrawKey, key_dropouts
-
 from finetune.contracts import Model, Plan
+from finetune.kernels.keyed_dropout import DrawKey, key_dropouts
 from finetune.memory import checkpointing
 
 
