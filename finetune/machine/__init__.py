@@ -1,0 +1,1 @@
+"""Facts and collectives of the machine a run is on."""
