@@ -88,12 +88,12 @@ def _unknown_word(word: str) -> Fault:
 
 
 def _print_error(error: FinetuneError) -> None:
-    """The message alone. Faults of the configuration are the same on every rank, so one rank prints them."""
+    """The message alone. What every rank raises alike, one rank prints."""
     try:
         launch = environment.launch()
     except FinetuneError:
         launch = environment.Launch()
-    if launch.rank > 0 and isinstance(error, ConfigError | NotBuiltError):
+    if launch.rank > 0 and error.everywhere:
         return
     rank = f"rank {launch.rank}: " if launch.rank > 0 else ""
     print(f"{rank}{error}", file=sys.stderr)

@@ -5,7 +5,9 @@ An error's class decides the process's exit code: 2 the user's input, 3 nothing 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,13 +24,27 @@ class Fault:
 
 
 class FinetuneError(Exception):
-    """The root: `what` is wrong, `where` it is, and the `remedy`."""
+    """The root: `what` is wrong, `where` it is, and the `remedy`.
+
+    `everywhere` says that all processes of a run raise it alike, so that one of them prints it. Errors travel between
+    processes whole, whatever their constructors take.
+    """
 
     exit_code = 1
+    everywhere = False
 
     def __init__(self, what: str, where: str = "", remedy: str = "") -> None:
         self.fault = Fault(where, what, remedy)
         super().__init__(str(self.fault))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), self.args, dict(self.__dict__))
+
+
+def _again(kind: type[FinetuneError], arguments: tuple[Any, ...], facts: Mapping[str, Any]) -> FinetuneError:
+    error = kind.__new__(kind, *arguments)
+    error.__dict__.update(facts)
+    return error
 
 
 class InputError(FinetuneError):
@@ -39,6 +55,8 @@ class InputError(FinetuneError):
 
 class ConfigError(InputError):
     """Faults of a recipe or the command line, all of them at once."""
+
+    everywhere = True
 
     def __init__(self, faults: list[Fault]) -> None:
         self.faults = tuple(faults)
@@ -61,9 +79,13 @@ class CheckpointError(InputError):
 class DivergedError(InputError):
     """A loss that is not a finite number; the last good checkpoint stays."""
 
+    everywhere = True
+
 
 class NotBuiltError(InputError):
     """A word or a choice that the design has and this version does not."""
+
+    everywhere = True
 
     def __init__(self, name: str, remedy: str = "") -> None:
         super().__init__(f"{name} is not built yet in this version", remedy=remedy)
@@ -79,3 +101,8 @@ class StoppedError(FinetuneError):
     """A signal stopped the run after a checkpoint was saved."""
 
     exit_code = 4
+    everywhere = True
+
+
+class LostProcessError(FinetuneError):
+    """Another process of the run ended, so that this one cannot go on; that one's own message says why."""

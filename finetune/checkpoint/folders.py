@@ -117,29 +117,59 @@ def _unwritable(error: OSError, target: Path, note: str) -> CheckpointError:
 
 
 @contextmanager
+def writing(target: Path, needed: int = 0, note: str = "") -> Iterator[None]:
+    """Turns the system's errors while `target` is written into CheckpointError: a full disk, no permission, and so on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise full_error(target.parent, needed, free_bytes(target.parent), note) from error
+        raise _unwritable(error, target, note) from error
+
+
+@contextmanager
 def written(target: Path, needed: int, note: str = "") -> Iterator[Path]:
     """A folder to fill; on leaving it is made durable and takes the place of `target`.
 
     `needed` bytes must be free before; `note` is added to messages (what stays intact). On any failure the unfinished
-    folder is deleted and what stood at `target` is untouched; system errors and full disks become CheckpointError.
+    folder is deleted and what stood at `target` is untouched; system errors and full disks become CheckpointError. What
+    a process that is gone had set aside for this target is deleted once the new one is in place.
     """
     new = aside(target, "writing")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        require_space(target.parent, needed, note)
-        remove(new)
-        new.mkdir()
-        yield new
-        sync_tree(new)
-        publish(new, target)
-    except OSError as error:
-        shutil.rmtree(new, ignore_errors=True)
-        if error.errno in FULL:
-            raise full_error(target.parent, needed, free_bytes(target.parent), note) from error
-        raise _unwritable(error, target, note) from error
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
+    with writing(target, needed, note):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            require_space(target.parent, needed, note)
+            remove(new)
+            new.mkdir()
+            yield new
+            sync_tree(new)
+            publish(new, target)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+    with suppress(OSError):
+        _clear_abandoned(target)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small file aside and renames it, so that a reader never sees half of it; CheckpointError as `written`."""
+    new = path.with_name(f".{path.name}.new")
+    with writing(path, len(text.encode())):
+        try:
+            new.write_text(text, encoding="utf-8")
+            new.replace(path)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
+
+
+def _clear_abandoned(target: Path) -> None:
+    """Deletes what interrupted writes of `target` left beside it; `target` itself is whole."""
+    for path in target.parent.iterdir():
+        match = ASIDE.match(path.name)
+        if match and match[2] == target.name and not _alive(path, match[3], int(match[4])):
+            remove(path)
 
 
 def clear_leftovers(folder: Path) -> None:

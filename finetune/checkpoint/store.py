@@ -133,11 +133,23 @@ def rotate(folder: Path, keep: int, protect: Collection[Path] = ()) -> list[Path
     safe = {step_of(Path(path)) for path in protect}
     doomed = [path for path in complete(folder)[:-keep] if step_of(path) not in safe]
     for path in doomed:
-        try:
-            remove(path)
-        except OSError as error:
-            raise CheckpointError(f"cannot delete an old checkpoint: {error.strerror or error}", str(path)) from error
+        _delete(path)
     return doomed
+
+
+def drop_later(folder: Path, step: int) -> list[Path]:
+    """Deletes complete checkpoints of steps after `step`: a run that went back has left their history; the paths deleted."""
+    later = [path for path in complete(folder) if (step_of(path) or 0) > step]
+    for path in later:
+        _delete(path)
+    return later
+
+
+def _delete(path: Path) -> None:
+    try:
+        remove(path)
+    except OSError as error:
+        raise CheckpointError(f"cannot delete an old checkpoint: {error.strerror or error}", str(path)) from error
 
 
 def rehearse(folder: Path, bytes_needed: int) -> None:

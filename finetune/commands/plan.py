@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune import environment
 from finetune.commands.arguments import Takes, notes_of_launch, read, recipe_of, tell
 from finetune.commands.screen import show, show_json
 from finetune.config.check import resolve_launch
-from finetune.errors import Fault, InputError, NothingFitsError
+from finetune.errors import Fault, InputError
 
 if TYPE_CHECKING:
     from finetune.planner.hardware import Hardware
@@ -26,7 +26,6 @@ Examples:
 TAKES = Takes(
     own={"hardware": "a pretend machine: GPUs x memory, host memory (8x80GB,1TB)"}, recipe=True, overrides=True
 )
-KEYS = ("plan", "gpu_bytes", "host_bytes", "seconds_per_step", "tokens_per_s", "smallest", "alternatives")
 
 
 def main(arguments: list[str]) -> int:
@@ -42,14 +41,15 @@ def main(arguments: list[str]) -> int:
     from finetune.planner import report
     from finetune.planner.hardware import detect
     from finetune.planner.plan import decide
+    from finetune.planner.refusal import PlanRefusedError
 
     shape = shape_for(recipe)
     hardware = pretend or detect(recipe.device)
     try:
         decision = decide(recipe, shape, hardware, ranks=launch.world, longest_row=recipe.data.max_tokens)
-    except NothingFitsError as error:
+    except PlanRefusedError as error:
         if given.json:
-            show_json(_nothing(error))
+            show_json(report.refused_as_dict(error))
         raise
     if given.json:
         show_json(report.as_dict(decision, shape, recipe, hardware))
@@ -68,7 +68,3 @@ def _pretend(text: str | None) -> tuple[Hardware | None, list[Fault]]:
         return parse(text), []
     except InputError as error:
         return None, [error.fault]
-
-
-def _nothing(error: NothingFitsError) -> dict[str, Any]:
-    return {"fits": False, **dict.fromkeys(KEYS), "reasons": str(error).splitlines()}

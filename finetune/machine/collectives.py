@@ -7,7 +7,8 @@ micro-batches never wait for one another inside a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from finetune.environment import Launch
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, InputError, LostProcessError
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -38,19 +39,21 @@ class World:
         if self.size == 1:
             return [float(value) for value in values]
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
-        return tensor.tolist()
+        with _together():
+            dist.all_reduce(tensor)
+            return tensor.tolist()
 
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        with _together():
+            dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
     def agree(self, make: Callable[[], Any]) -> Any:
-        """What `make` gives on rank 0, on every rank; an error that it raises there is raised on every rank."""
+        """What `make` gives on rank 0, on every rank, which all wait for it; an error raised there is raised on every rank."""
         value: Any = None
         if self.first:
             try:
@@ -58,6 +61,7 @@ class World:
             except FinetuneError as error:
                 if self.size == 1:
                     raise
+                error.everywhere = True
                 value = error
         value = self.share(value)
         if isinstance(value, FinetuneError):
@@ -69,12 +73,14 @@ class World:
         if self.size == 1:
             return [value]
         box: list[Any] = [None] * self.size
-        dist.all_gather_object(box, value)
+        with _together():
+            dist.all_gather_object(box, value)
         return box
 
     def wait(self) -> None:
         if self.size > 1:
-            dist.barrier()
+            with _together():
+                dist.barrier()
 
     def sum_gradients(self, gradients: Iterable[Tensor]) -> None:
         """Sums each gradient over the ranks in place, in flat buckets of one dtype."""
@@ -92,9 +98,24 @@ class World:
             _reduce(bucket)
 
 
+@contextmanager
+def _together() -> Iterator[None]:
+    """Turns a broken connection (gloo raises a plain RuntimeError, NCCL its own kind) into LostProcessError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise LostProcessError(
+            "another process of this run has ended, so this one stops too",
+            remedy=f"its own message says why ({str(error).splitlines()[0]})",
+        ) from error
+
+
 def _reduce(bucket: list[Tensor]) -> None:
     flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-    dist.all_reduce(flat)
+    with _together():
+        dist.all_reduce(flat)
     offset = 0
     for gradient in bucket:
         gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
@@ -108,10 +129,25 @@ def join(device: str, launch: Launch) -> World:
     process (another device, another world) would silently be given the first one's.
     """
     if device == "cuda":
+        here = torch.cuda.device_count()
+        if launch.local_rank >= here:
+            raise InputError(
+                f"process {launch.local_rank + 1} of this machine has no GPU of its own: there are {here}",
+                "the launcher",
+                f"start at most {here} processes a machine: --num_processes or --nproc-per-node {here}",
+            )
         torch.cuda.set_device(launch.local_rank)
     place = torch.device(device, launch.local_rank) if device == "cuda" else torch.device(device)
     if launch.world > 1:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=launch.rank, world_size=launch.world)
+        kind = "nccl" if device == "cuda" else "gloo"
+        try:
+            dist.init_process_group(kind, rank=launch.rank, world_size=launch.world)
+        except (ValueError, dist.DistError) as error:
+            raise InputError(
+                f"the {launch.world} processes that the launcher names cannot be joined: {str(error).splitlines()[0]}",
+                "environment variables of the launcher",
+                "start with accelerate launch or torchrun, or unset WORLD_SIZE and RANK to run one process",
+            ) from error
     return World(launch.rank, launch.world, place)
 
 

@@ -96,7 +96,8 @@ def detect(device: str = "auto") -> Hardware:
 
     Asks the current GPU only (asking another would make a context on it), so call it once the process has its GPU.
     """
-    host, cores = host_free(), _cores()
+    # What this process has taken already is its own to use, and the planner counts the whole process.
+    host, cores = host_free() + own_bytes(), _cores()
     if device == "cpu":
         return Hardware("cpu", "this CPU", 0, 0, host, cores)
     import torch
@@ -130,6 +131,13 @@ def host_free(root: Path = Path("/")) -> int:
     if known:
         return max(0, min(known))
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def own_bytes(root: Path = Path("/")) -> int:
+    """Host memory that this process holds and that nothing would give back without it: its pages without a file. 0 where
+    the system does not tell."""
+    match = re.search(r"^RssAnon:\s+(\d+) kB", _read(root / "proc/self/status"), re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
 
 
 def _read(path: Path) -> str:

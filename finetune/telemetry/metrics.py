@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from finetune.errors import InputError
+from finetune.errors import CheckpointError, InputError
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 """Names that run.trackers may hold; each is a package that accelerate drives."""
@@ -36,8 +36,12 @@ class Metrics:
         self, folder: Path, trackers: Sequence[str], name: str, settings: Mapping[str, Any], step: int
     ) -> None:
         self.path = folder / "metrics.jsonl"
-        _keep_until(self.path, step)
-        self.file = self.path.open("a", encoding="utf-8")
+        try:
+            _keep_until(self.path, step)
+            # Not buffered: what a full disk refuses must not come back as an error when the file is closed.
+            self.file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._unwritable(error) from error
         self.accelerator = None
         if trackers:
             from accelerate import Accelerator
@@ -46,15 +50,23 @@ class Metrics:
             self.accelerator.init_trackers(name, config=_flat(settings))
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """One line; numbers that are not finite are written as null, since JSON has none."""
+        """One line; numbers that are not finite are written as null, since JSON has none. CheckpointError on a full disk."""
         clean = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
         }
-        self.file.write(json.dumps(clean) + "\n")
-        self.file.flush()
+        data = json.dumps(clean).encode() + b"\n"
+        try:
+            while data:
+                data = data[self.file.write(data) or 0 :]
+        except OSError as error:
+            raise self._unwritable(error) from error
         if self.accelerator is not None:
             numbers = {key: value for key, value in clean.items() if key != "step" and isinstance(value, (int, float))}
             self.accelerator.log(numbers, step=int(line["step"]))
+
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        remedy = "free some space or mend it; resume=auto goes on from the last checkpoint"
+        return CheckpointError(f"the metrics cannot be written: {error.strerror or error}", str(self.path), remedy)
 
     def close(self) -> None:
         self.file.close()

@@ -29,6 +29,7 @@ from finetune.planner.budget import precision_of
 from finetune.planner.hardware import detect
 from finetune.planner.plan import decide
 from finetune.tasks.text import TextTask
+from finetune.train.folder import result_place
 from finetune.train.start import choose_device
 
 KINDS = ("adapter", "merged", "hub")
@@ -42,7 +43,7 @@ def finished_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
             "this is no run folder: recipe.yaml is missing", str(run), "run=runs/NAME-TIME; `finetune runs` lists them"
         )
     recipe = load_recipe(run / "recipe.yaml", overrides)
-    result = run / ("model" if recipe.adapter.kind == "none" else "adapter")
+    result = result_place(recipe, run)
     if not result.exists():
         raise InputError("this run has no result yet", str(run), "go on with it: resume=auto run.dir=" + str(run))
     if recipe.adapter.kind == "none":
@@ -98,7 +99,7 @@ def _push(run: Path, recipe: Recipe, repo: str | None) -> dict[str, Any]:
         )
     from huggingface_hub import HfApi
 
-    folder = run / ("model" if recipe.adapter.kind == "none" else "adapter")
+    folder = result_place(recipe, run)
     try:
         api = HfApi()
         api.create_repo(repo, exist_ok=True, private=True)

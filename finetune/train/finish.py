@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from finetune.checkpoint.folders import write_text
 from finetune.data import preflight
 from finetune.data.dataset import Splits
 from finetune.generate.engine import answer
@@ -107,10 +108,8 @@ def versions() -> dict[str, str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON aside and renames it, so a reader never sees half a file."""
-    aside = path.with_suffix(".new")
-    aside.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    aside.replace(path)
+    """Writes JSON whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

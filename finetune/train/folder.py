@@ -32,11 +32,7 @@ def _find_folder(recipe: Recipe, log: Log) -> tuple[Path, Path | None]:
         return fresh, None
     if recipe.resume != "auto":
         path = user_path(recipe.resume, "resume")
-        if not path.is_dir():
-            raise CheckpointError(
-                "no such checkpoint", str(path), "resume=auto, or a folder like runs/x/checkpoints/step-0000050"
-            )
-        return (fresh if recipe.run.dir else path.resolve().parent.parent), path
+        return _folder_for(path, fresh if recipe.run.dir else None, log), path
     if recipe.run.dir:
         folders = [fresh]
     else:
@@ -50,3 +46,32 @@ def _find_folder(recipe: Recipe, log: Log) -> tuple[Path, Path | None]:
             return folder, checkpoint
     log.notice(f"resume=auto: no checkpoint in {recipe.run.dir or f'runs/{recipe.recipe}-*'}; starting anew")
     return fresh, None
+
+
+def _folder_for(checkpoint: Path, wanted: Path | None, log: Log) -> Path:
+    """The run folder of a run that goes on from a checkpoint named by the user: that checkpoint's own, or `wanted`."""
+    remedy = "resume=auto, or a folder like runs/x/checkpoints/step-0000050"
+    if not checkpoint.is_dir():
+        raise CheckpointError("no such checkpoint", str(checkpoint), remedy)
+    own = checkpoint.resolve().parent.parent
+    if wanted is None and (checkpoint.resolve().parent.name != "checkpoints" or store.step_of(checkpoint) is None):
+        what = "this checkpoint is not in a run's folder, so where the run lives is not known"
+        raise CheckpointError(what, str(checkpoint), "give run.dir=FOLDER too")
+    folder = wanted or own
+    there = store.complete(folder / "checkpoints")
+    if folder.resolve() != own:
+        if there:
+            raise CheckpointError("this folder already holds another run", str(folder), "give another run.dir")
+        return folder
+    later = [path.name for path in there if (store.step_of(path) or 0) > (store.step_of(checkpoint) or 0)]
+    if later:
+        log.warn(
+            f"going back to {checkpoint.name}: the first save deletes what was trained after it ({', '.join(later)}); "
+            "another run.dir keeps it"
+        )
+    return folder
+
+
+def result_place(recipe: Recipe, folder: Path) -> Path:
+    """Where a run's result lies: `adapter/`, or `model/` of a full fine-tune."""
+    return folder / ("model" if recipe.adapter.kind == "none" else "adapter")

@@ -26,11 +26,15 @@ class StopAskedError(Exception):
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGINT while a run is on; the loop looks between steps. A second SIGINT interrupts at once."""
+    """Notes SIGTERM and SIGINT while a run is on; the loop looks between steps. A second SIGINT interrupts at once.
+
+    With `at_once`, once nothing is left to be saved, a signal raises StopAskedError where it finds the program.
+    """
 
     def __init__(self, log: Log) -> None:
         self.log = log
         self.asked: str | None = None
+        self.at_once = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
@@ -47,6 +51,8 @@ class StopSignal:
         if self.asked is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = signal.Signals(number).name
+        if self.at_once:
+            raise StopAskedError(self.asked)
         self.log.say(f"{self.asked}: finishing this step, then saving. Ctrl-C again leaves at once.")
 
     def check(self) -> None:
@@ -57,7 +63,8 @@ class StopSignal:
 
 @dataclass
 class Progress:
-    """How far a run is; saved with every checkpoint. `row` counts rows consumed in the epoch's permutation."""
+    """How far a run is; saved with every checkpoint. `row` counts rows consumed in the epoch's permutation; `evaluated` is
+    the step of the last evaluation that came to its end."""
 
     step: int = 0
     epoch: int = 0
@@ -71,6 +78,7 @@ class Progress:
     samples_before: list[dict[str, str]] = field(default_factory=list)
     best: float | None = None
     best_step: int | None = None
+    evaluated: int | None = None
     lowest: float | None = None
     evaluations_without_gain: int = 0
     complete: bool = False
@@ -78,6 +86,10 @@ class Progress:
     @property
     def position(self) -> Position:
         return Position(self.epoch, self.row)
+
+    def ended(self, steps: int, stop_after: int | None) -> bool:
+        """Whether no step is left: all are done, or so many evaluations brought no gain."""
+        return self.step >= steps or (stop_after is not None and self.evaluations_without_gain >= stop_after)
 
     def facts(self) -> dict[str, Any]:
         return asdict(self)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,26 +49,25 @@ class Loop:
     def _train(self) -> None:
         job = self.job
         job.model.module.train()
-        finished = job.progress.step >= self.steps
+        if job.progress.step and self._evaluate_if_due() and not self._ended:
+            # The evaluation after this step was cut off by what stopped the run.
+            state.save(job)
         with StepProgress(job.log, self.steps, job.progress.step) as bar:
             for epoch, end, rows in upcoming(job):
-                if job.progress.step >= self.steps or finished:
+                if self._ended:
                     break
                 result = self._step(rows)
                 self._record(result, epoch, end)
                 bar.step(result, memory.shown_bytes(job.world.device))
-                finished = self._between_steps(last=result.step >= self.steps)
+                self._between_steps()
+
+    @property
+    def _ended(self) -> bool:
+        return self.job.progress.ended(self.steps, self.job.recipe.train.stop_after)
 
     def _step(self, rows: np.ndarray) -> StepResult:
-        try:
+        with _memory_named(f"step {self.job.progress.step + 1} with rows {rows[:8].tolist()}"):
             return train_step(self.job, rows, self.steps)
-        except torch.OutOfMemoryError as error:
-            raise NothingFitsError(
-                f"the GPU ran out of memory in step {self.job.progress.step + 1} with rows {rows[:8].tolist()}",
-                str(error).split(". ")[0],
-                "plan.micro_batch=1, plan.activation_checkpointing=true or a smaller data.max_tokens; "
-                "resume=auto goes on from the last checkpoint",
-            ) from None
 
     def _record(self, result: StepResult, epoch: int, end: int) -> None:
         job, progress = self.job, self.job.progress
@@ -94,23 +94,27 @@ class Loop:
                 }
             )
 
-    def _between_steps(self, last: bool) -> bool:
-        """Evaluates and saves where it is time; True when training is to stop for want of gain."""
-        job = self.job
-        recipe, step = job.recipe, job.progress.step
-        improved = stop = False
-        due = recipe.evaluate.every is not None and step % recipe.evaluate.every == 0
-        if job.splits.evaluate and (due or last):
-            figures = self.evaluate()
-            job.progress.eval_last = figures
-            improved = self._note_best(figures)
-            limit = recipe.train.stop_after
-            stop = limit is not None and job.progress.evaluations_without_gain >= limit
-            if stop and not last:
-                job.log.notice(f"stopped at step {step}: {limit} evaluations without a lower eval_loss")
-        if not last and not stop and ((recipe.checkpoint.every and step % recipe.checkpoint.every == 0) or improved):
-            state.save(job)
-        return stop
+    def _between_steps(self) -> None:
+        """Evaluates and saves where it is time. What ends the run is left to be saved when it is over."""
+        recipe, step = self.job.recipe, self.job.progress.step
+        improved = self._evaluate_if_due()
+        if self._ended:
+            if step < self.steps:
+                limit = recipe.train.stop_after
+                self.job.log.notice(f"stopped at step {step}: {limit} evaluations without a lower eval_loss")
+        elif improved or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0):
+            state.save(self.job)
+
+    def _evaluate_if_due(self) -> bool:
+        """Evaluates this step, if it is one of those and was not yet; True when its checkpoint is to be kept as the best."""
+        job, step = self.job, self.job.progress.step
+        every = job.recipe.evaluate.every
+        due = step >= self.steps or (every is not None and step % every == 0)
+        if not job.splits.evaluate or not due or job.progress.evaluated == step:
+            return False
+        figures = self.evaluate()
+        job.progress.eval_last, job.progress.evaluated = figures, step
+        return self._note_best(figures)
 
     def _note_best(self, figures: dict[str, float]) -> bool:
         """Updates what early stopping and keep_best go by; True when the checkpoint of this step is to be kept as best."""
@@ -130,7 +134,8 @@ class Loop:
         """The evaluation figures now, printed and written to the metrics."""
         job = self.job
         started = time.perf_counter()
-        figures = self.evaluator.losses(job.splits.evaluate)
+        with _memory_named(f"the evaluation after step {job.progress.step}"):
+            figures = self.evaluator.losses(job.splits.evaluate)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
         rows = ", ".join(f"{len(rows.documents)} held-out documents" for rows in job.splits.evaluate.values())
         job.log.say(f"step {job.progress.step}  {shown}  ({rows}, {time.perf_counter() - started:.1f} s)")
@@ -143,9 +148,23 @@ class Loop:
         path = state.save(job)
         return StoppedError(
             f"stopped by {why} after step {job.progress.step}; the state is saved",
-            str(path) if path else "",
+            str(path),
             f"go on with run.dir={job.folder} resume=auto",
         )
+
+
+@contextmanager
+def _memory_named(where: str) -> Iterator[None]:
+    """Turns the GPU's out-of-memory into an error that says in what and what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise NothingFitsError(
+            f"the GPU ran out of memory in {where}",
+            str(error).split(". ")[0],
+            "plan.micro_batch=1, plan.activation_checkpointing=true or a smaller data.max_tokens; "
+            "resume=auto goes on from the last checkpoint",
+        ) from None
 
 
 def upcoming(job: Job) -> Iterator[tuple[int, int, np.ndarray]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ from typing import Any
 import torch
 
 from finetune.checkpoint import export, store
+from finetune.checkpoint.folders import write_text, writing
+from finetune.checkpoint.lock import held
 from finetune.config.load import save_recipe
 from finetune.config.schema import Recipe
 from finetune.contracts import Model, Result
 from finetune.data.dataset import prepare
 from finetune.data.loader import Order, total_steps
 from finetune.environment import Launch
-from finetune.errors import InputError
+from finetune.errors import InputError, StoppedError
 from finetune.generate.evaluate import Evaluator
 from finetune.kernels.precision import DTYPES
 from finetune.machine.collectives import World, join, leave
@@ -33,9 +36,11 @@ from finetune.telemetry import memory, metrics
 from finetune.telemetry.log import Log
 from finetune.train import finish, state
 from finetune.train.assemble import assemble
-from finetune.train.folder import run_folder
-from finetune.train.job import Job, Progress, StopSignal
+from finetune.train.folder import result_place, run_folder
+from finetune.train.job import Job, Progress, StopAskedError, StopSignal
 from finetune.train.loop import Loop
+
+SUMMARY = "summary.json"
 
 
 def start(recipe: Recipe, launch: Launch) -> Result:
@@ -52,6 +57,14 @@ def _run(recipe: Recipe, launch: Launch, world: World) -> Result:
     metrics.check_trackers(recipe.run.trackers)
     threads(world, launch, log)
     folder, checkpoint = run_folder(recipe, world, log)
+    with ExitStack() as stack:
+        notice = world.agree(lambda: stack.enter_context(held(folder)))
+        if notice:
+            log.notice(notice)
+        return _run_in(folder, checkpoint, recipe, world, log)
+
+
+def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World, log: Log) -> Result:
     tokenizer = load_tokenizer(recipe.model)
     splits = prepare(recipe, tokenizer)
     finish.show_data(splits, log)
@@ -61,13 +74,15 @@ def _run(recipe: Recipe, launch: Launch, world: World) -> Result:
     steps = total_steps(order, recipe.train.epochs, recipe.train.max_steps, progress.position, progress.step)
     for notice in saved[2] if saved else []:
         log.notice(notice)
-    if saved and progress.complete and progress.step >= steps and (folder / "summary.json").exists():
-        return _already_complete(folder, progress, log)
+    if saved and world.agree(lambda: _is_complete(recipe, folder, progress, steps)):
+        return _already_complete(recipe, folder, progress, log)
     shape = shape_for(recipe)
     hardware = detect(world.device.type)
     longest = max(int(rows.lengths.max()) for rows in (splits.train, *splits.evaluate.values()))
     decision = world.agree(lambda: decide(recipe, shape, hardware, ranks=world.size, longest_row=longest))
     log.say(report.render(decision, shape, recipe, hardware))
+    for notice in state.check_plan(saved[1], decision.plan, decision.precision) if saved else []:
+        log.notice(notice)
     model = load_model(recipe, world.device, decision.precision, shape=shape)
     document = max(int(rows.documents.lengths.max()) for rows in (splits.train, *splits.evaluate.values()))
     for notice in (*model.notices, *check_lengths(model, longest, document)):
@@ -78,11 +93,10 @@ def _run(recipe: Recipe, launch: Launch, world: World) -> Result:
         recipe, decision.plan, world, decision.precision, folder, splits, order, TextTask(tokenizer.pad_token_id), model,
         optimizer, key, StopSignal(log), log, progress,
     )  # fmt: skip
-    if world.first:
-        rehearse(job, decision)
-    world.wait()
+    world.agree(lambda: rehearse(job, decision))
     if saved:
-        state.restore(job, saved[0], saved[1])
+        for notice in state.restore(job, saved[0], saved[1]):
+            log.notice(notice)
         log.say(
             f"resumed from {checkpoint} at step {job.progress.step}, epoch {job.progress.epoch}, row {job.progress.row}"
         )
@@ -90,31 +104,59 @@ def _run(recipe: Recipe, launch: Launch, world: World) -> Result:
 
 
 def _train(job: Job, decision: Decision, steps: int) -> Result:
-    recipe, world, log = job.recipe, job.world, job.log
+    world = job.world
     evaluator = Evaluator(job.task, job.model, job.plan, world, job.precision, _interrupt(job))
-    writer = None
-    if world.first:
-        settings = recipe.model_dump(mode="json")
-        writer = metrics.Metrics(job.folder, recipe.run.trackers, recipe.recipe, settings, job.progress.step)
-    memory.reset_peak(world.device)
-    if world.first and not job.progress.samples_before:
-        job.progress.samples_before = finish.samples(job)
-    world.wait()
+    writer = _open_metrics(job)
     try:
+        memory.reset_peak(world.device)
+        if job.progress.step == 0 and not job.progress.samples_before:
+            job.progress.samples_before = world.agree(lambda: finish.samples(job))
         with job.stop:
             Loop(job, evaluator, writer, steps).run()
+            return _finish(job, decision)
     finally:
         if writer is not None:
             writer.close()
-    after = finish.samples(job) if world.first else []
+
+
+def _open_metrics(job: Job) -> metrics.Metrics | None:
+    """The writer, on rank 0. From here on the folder tells this run: figures of an earlier end are taken away."""
+    opened: list[metrics.Metrics] = []
+
+    def make() -> None:
+        (job.folder / SUMMARY).unlink(missing_ok=True)
+        settings = job.recipe.model_dump(mode="json")
+        trackers = job.recipe.run.trackers
+        opened.append(metrics.Metrics(job.folder, trackers, job.recipe.recipe, settings, job.progress.step))
+
+    job.world.agree(make)
+    return opened[0] if opened else None
+
+
+def _finish(job: Job, decision: Decision) -> Result:
+    """What a trained run leaves. Its last checkpoint is written, so a signal may end this at any point."""
+    job.stop.at_once = True
+    try:
+        if job.world.sum([job.stop.asked is not None])[0]:
+            raise StopAskedError(job.stop.asked or "a signal on another rank")
+        summary = job.world.agree(lambda: _leave_result(job, decision))
+    except StopAskedError as asked:
+        raise StoppedError(
+            f"stopped by {asked} after the last step, before the result was written; the state is saved",
+            str(job.folder),
+            f"go on with run.dir={job.folder} resume=auto",
+        ) from None
+    job.log.say(f"done: {summary['result']}  ({job.progress.step} steps, {summary['tokens_per_s']:,.0f} tokens/s)")
+    return Result(job.folder, Path(summary["result"]), summary)
+
+
+def _leave_result(job: Job, decision: Decision) -> dict[str, Any]:
+    after = finish.samples(job)
     finish.show_samples(job, after)
-    result = export_result(job.model, recipe, job.folder, job.precision) if world.first else None
+    result = export_result(job.model, job.recipe, job.folder, job.precision)
     summary = finish.summarize(job, decision, after, result)
-    if world.first:
-        finish.write_json(job.folder / "summary.json", summary)
-        log.say(f"done: {result}  ({job.progress.step} steps, {summary['tokens_per_s']:,.0f} tokens/s)")
-    world.wait()
-    return Result(job.folder, result, summary)
+    finish.write_json(job.folder / SUMMARY, summary)
+    return summary
 
 
 def choose_device(recipe: Recipe) -> str:
@@ -128,11 +170,6 @@ def choose_device(recipe: Recipe) -> str:
 def threads(world: World, launch: Launch, log: Log) -> None:
     """Uses every core on a CPU run of one process: accelerate's launcher sets one thread where nobody asked for that."""
     cores = detect("cpu").cores
-    if launch.one_of_several and world.size == 1:
-        log.warn(
-            "several processes were asked for, but accelerate started one: on CPUs it leaves that to MPI. "
-            "For several CPU processes: torchrun --nproc-per-node 2 -m finetune ..."
-        )
     if world.device.type == "cpu" and world.size == 1 and launch.accelerate and torch.get_num_threads() < cores:
         log.notice(f"using {cores} CPU threads (the launcher had set {torch.get_num_threads()})")
         torch.set_num_threads(cores)
@@ -145,8 +182,9 @@ def rehearse(job: Job, decision: Decision) -> None:
     store.rehearse(job.checkpoints, 2 * trained + state_bytes)
     for notice in export.check_export(job.model):
         job.log.notice(notice)
-    save_recipe(job.recipe, job.folder / "recipe.yaml")
-    (job.folder / "plan.yaml").write_text(_yaml(asdict(job.plan)), encoding="utf-8")
+    with writing(job.folder / "recipe.yaml"):
+        save_recipe(job.recipe, job.folder / "recipe.yaml")
+    write_text(job.folder / "plan.yaml", _yaml(asdict(job.plan)))
 
 
 def _yaml(values: dict[str, Any]) -> str:
@@ -163,12 +201,19 @@ def _interrupt(job: Job) -> Callable[[], None]:
 
 def export_result(model: Model, recipe: Recipe, folder: Path, precision: str) -> Path:
     """Writes the run's result: `adapter/`, or `model/` of a full fine-tune."""
+    place = result_place(recipe, folder)
     if recipe.adapter.kind != "none":
-        return export.export_adapter(model, folder / "adapter")
-    return export.export_merged(model, folder / "model", DTYPES[precision])
+        return export.export_adapter(model, place)
+    return export.export_merged(model, place, DTYPES[precision])
 
 
-def _already_complete(folder: Path, progress: Progress, log: Log) -> Result:
-    log.say(f"already complete at step {progress.step}: {folder}. Raise train.epochs or train.max_steps to go on.")
-    facts = finish.read_json(folder / "summary.json")
-    return Result(folder, Path(facts["result"]) if facts.get("result") else None, facts)
+def _is_complete(recipe: Recipe, folder: Path, progress: Progress, steps: int) -> bool:
+    """Whether nothing is left to do: no step, and the result of the last one is there."""
+    left = (folder / SUMMARY).exists() and result_place(recipe, folder).is_dir()
+    return left and progress.complete and progress.ended(steps, recipe.train.stop_after)
+
+
+def _already_complete(recipe: Recipe, folder: Path, progress: Progress, log: Log) -> Result:
+    keys = "train.epochs or train.max_steps" + (", or train.stop_after," if recipe.train.stop_after else "")
+    log.say(f"already complete at step {progress.step}: {folder}. Raise {keys} to go on.")
+    return Result(folder, result_place(recipe, folder), finish.read_json(folder / SUMMARY))

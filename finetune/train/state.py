@@ -14,24 +14,32 @@ import torch
 from finetune.checkpoint import resume, store
 from finetune.config.load import recipe_differences
 from finetune.config.schema import Recipe
+from finetune.contracts import Plan
 from finetune.errors import CheckpointError
 from finetune.train.job import Job, Progress
 
-MUST_AGREE = ("task", "model.path", "model.revision", "model.base", "model.precision", "adapter.", "optimizer.name")
-"""Keys that may not differ between a checkpoint and the run that goes on from it."""
+MUST_AGREE = ("task", "model.path", "model.revision", "model.base", "adapter.", "optimizer.name", "train.seed")
+"""Keys that may not differ between a checkpoint and the run that goes on from it. (With another seed the rest of the epoch
+would be another permutation's: rows would come twice, others never. The precision is compared as it was resolved.)"""
+SHOWN_MECHANICS = ("micro_batch", "activation_checkpointing", "loss_chunk", "ranks", "device")
 
 
-def save(job: Job) -> Path | None:
-    """Writes a checkpoint of the present step and then deletes what `checkpoint.keep` no longer wants. Rank 0 writes."""
-    path = None
-    if job.world.first:
-        tensors, facts = _capture(job)
-        path = store.write(job.checkpoints, job.progress.step, tensors, facts)
-        protect = set()
-        if job.recipe.checkpoint.keep_best and job.progress.best_step is not None:
-            protect.add(store.path_of(job.checkpoints, job.progress.best_step))
-        store.rotate(job.checkpoints, job.recipe.checkpoint.keep, protect)
-    job.world.wait()
+def save(job: Job) -> Path:
+    """Writes a checkpoint of the present step and then deletes what `checkpoint.keep` no longer wants.
+
+    Rank 0 writes; its path, or its error, is every rank's.
+    """
+    return job.world.agree(lambda: _write(job))
+
+
+def _write(job: Job) -> Path:
+    tensors, facts = _capture(job)
+    path = store.write(job.checkpoints, job.progress.step, tensors, facts)
+    store.drop_later(job.checkpoints, job.progress.step)
+    protect = set()
+    if job.recipe.checkpoint.keep_best and job.progress.best_step is not None:
+        protect.add(store.path_of(job.checkpoints, job.progress.best_step))
+    store.rotate(job.checkpoints, job.recipe.checkpoint.keep, protect)
     return path
 
 
@@ -50,7 +58,8 @@ def _capture(job: Job) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, An
         "random": random_facts,
         "recipe": job.recipe.model_dump(mode="json"),
         "data": job.splits.train.fingerprint,
-        "ranks": job.world.size,
+        "precision": job.precision,
+        "plan": {name: getattr(job.plan, name) for name in SHOWN_MECHANICS},
     }
     return tensors, facts
 
@@ -75,7 +84,7 @@ def read(
     notices = [
         f"{key} was {old!r} when the checkpoint was written and is {new!r} now"
         for key, old, new in differences
-        if key.split(".")[0] not in ("run", "resume", "recipe", "device")
+        if key.split(".")[0] not in ("run", "resume", "recipe", "device") and key != "model.precision"
     ]
     if facts["data"] != fingerprint:
         text = f"the training data changed since the checkpoint (fingerprint {facts['data'][:12]} then, {fingerprint[:12]} now)"
@@ -85,15 +94,32 @@ def read(
     return tensors, facts, notices
 
 
-def restore(job: Job, tensors: dict[str, dict[str, torch.Tensor]], facts: dict[str, Any]) -> None:
-    """Puts a checkpoint's state into the job. Randomness comes last, so nothing between here and the next step draws."""
+def check_plan(facts: dict[str, Any], plan: Plan, precision: str) -> list[str]:
+    """Holds what was resolved for this machine to what the checkpoint was made with; returns notices.
+
+    Another plan gives the same losses, but not the same bits. Another precision is other mathematics: CheckpointError.
+    """
+    if facts["precision"] != precision:
+        raise CheckpointError(
+            f"the checkpoint was computed in {facts['precision']}, this run computes in {precision}",
+            "model.precision",
+            f"model.precision={facts['precision']}, or start a new run (adapter.path= goes on from a trained adapter)",
+        )
+    then, now = facts["plan"], {name: getattr(plan, name) for name in SHOWN_MECHANICS}
+    changed = [f"{name} {then[name]} then, {now[name]} now" for name in SHOWN_MECHANICS if then[name] != now[name]]
+    return [f"the plan differs from the checkpoint's, so bits may: {'; '.join(changed)}"] if changed else []
+
+
+def restore(job: Job, tensors: dict[str, dict[str, torch.Tensor]], facts: dict[str, Any]) -> list[str]:
+    """Puts a checkpoint's state into the job; returns notices. Randomness comes last, so nothing between here and the
+    next step draws."""
     parameters = job.model.trainable()
     resume.restore_parameters(parameters, tensors["trainable"])
     resume.restore_optimizer(job.optimizer, parameters, tensors["optimizer"], facts["optimizer"])
     for name, value in facts["progress"].items():
         setattr(job.progress, name, value)
     job.progress.complete = False
-    resume.restore_random(tensors["random"], facts["random"])
+    return resume.restore_random(tensors["random"], facts["random"])
 
 
 def progress_of(facts: dict[str, Any]) -> Progress:

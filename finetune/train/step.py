@@ -90,18 +90,23 @@ def clip(gradients: Iterable[Tensor], norm: float, max_norm: float | None) -> No
 
 
 def _diverged(job: Job, batches: list[Batch], losses: list[Tensor], loss: float, norm: float) -> DivergedError:
-    """Names the rows whose own loss is not finite; when each alone is, the gradient is to blame and all are named."""
-    named: list[str] = []
-    for batch, value in zip(batches, losses, strict=True):
-        if not math.isfinite(float(value)):
-            named += [_describe(job, int(row)) for row in batch.row_ids.tolist() if not _row_is_finite(job, int(row))]
-    everywhere = [name for names in job.world.gather(named) for name in names]
-    if not everywhere:
-        rows = [int(row) for batch in batches for row in batch.row_ids.tolist()]
-        everywhere = [f"one of rows {rows[:16]}" + (" ..." if len(rows) > 16 else "")]
+    """Names the rows whose own loss is not finite, of all ranks. When each alone is finite, all of a micro-batch whose
+    loss is not are named, and when all losses are, the gradient is to blame: then all rows."""
+    rows = [(int(row), float(value)) for batch, value in zip(batches, losses, strict=True) for row in batch.row_ids]
+    bad = [row for row, value in rows if not math.isfinite(value)]
+    own = {
+        "named": [_describe(job, row) for row in bad if not _row_is_finite(job, row)],
+        "suspects": bad,
+        "all": [row for row, _ in rows],
+    }
+    ranks = job.world.gather(own)
+    named, suspects, others = ([each for rank in ranks for each in rank[key]] for key in own)
+    if not named:
+        listed = suspects or others
+        named = [f"one of rows {sorted(listed)[:16]}" + (" ..." if len(listed) > 16 else "")]
     return DivergedError(
         f"step {job.progress.step + 1}: the loss is {loss} and the gradient norm {norm}; nothing was updated",
-        "; ".join(everywhere[:8]),
+        "; ".join(named[:8]),
         "look at those rows, or lower optimizer.lr or raise schedule.warmup; resume=auto goes on from the last checkpoint",
     )
 

@@ -115,3 +115,29 @@ def test_rehearsal_leaves_existing_checkpoints_alone(tmp_path):
     path = save(tmp_path, 3)
     store.rehearse(tmp_path, 1000)
     assert os.listdir(tmp_path) == [path.name]
+
+
+def test_what_a_dead_process_set_aside_for_a_target_is_cleared_when_it_is_written(tmp_path):
+    """Exports have no store to tidy up after them; names of other targets and of living processes are left alone."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    host = os.uname().nodename
+    gone = [f".{kind}-adapter@{host}-{dead.pid}" for kind in ("writing", "replaced", "deleting")]
+    kept = [f".writing-other@{host}-{dead.pid}", f".writing-adapter@{host}-{os.getppid()}"]
+    for name in gone + kept:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("half")
+    with folders.written(tmp_path / "adapter", 10) as new:
+        (new / "weights").write_text("whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "adapter"])
+
+
+def test_a_small_file_is_written_whole_or_not_at_all(small_disk):
+    text = "x" * 100
+    folders.write_text(small_disk.path / "summary.json", text)
+    if not small_disk.mounted:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    with pytest.raises(CheckpointError, match="not enough disk space: 8,000,000 bytes needed"):
+        folders.write_text(small_disk.path / "summary.json", "y" * 8_000_000)
+    assert [path.name for path in small_disk.path.iterdir()] == ["summary.json"]
+    assert (small_disk.path / "summary.json").read_text() == text

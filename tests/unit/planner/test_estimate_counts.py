@@ -123,7 +123,7 @@ def run_step(model: nn.Module, base: Any, optimizer: Any, data: torch.Tensor, pl
 def moving(found: Estimate, phase: str) -> int:
     """Bytes of a phase that come and go."""
     return found.phases[phase].total - sum(
-        found.phases[phase].causes.get(cause, 0) for cause in ("weights", "optimizer", "process")
+        found.phases[phase].causes.get(cause, 0) for cause in ("weights", "optimizer", "process", "allocator")
     )
 
 

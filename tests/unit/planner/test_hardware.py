@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import InputError
-from finetune.planner.hardware import GIB, PRESETS, detect, host_free, parse
+from finetune.planner import hardware
+from finetune.planner.hardware import GIB, PRESETS, detect, host_free, own_bytes, parse
 
 
 @pytest.mark.parametrize(
@@ -105,3 +106,14 @@ def test_this_machine() -> None:
         assert detect("auto").device == "cpu"
         with pytest.raises(InputError, match="no GPU"):
             detect("cuda")
+
+
+def test_what_this_process_holds_counts_as_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan counts the whole process, so memory that it holds already is not asked for twice; file pages are free."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/status").write_text("VmRSS:\t  900 kB\nRssAnon:\t     400 kB\nRssFile:\t     500 kB\n")
+    assert own_bytes(tmp_path) == 400 * 1024
+    assert own_bytes(tmp_path / "nowhere") == 0
+    monkeypatch.setattr(hardware, "host_free", lambda: 10**9)
+    monkeypatch.setattr(hardware, "own_bytes", lambda: 4 * 10**8)
+    assert detect("cpu").host_bytes == 14 * 10**8
