@@ -80,7 +80,7 @@ def estimate(shape: Shape, recipe: Recipe, plan: Plan, facts: Facts) -> Estimate
     work = Work(plan.micro_batch, facts.longest_row)
     tensors = trained_tensors(shape, storage)
     # Shorter rows than the longest make more micro-batches where a step is so many tokens.
-    several = facts.rows > plan.micro_batch or recipe.train.batch is None
+    several = facts.rows > plan.micro_batch or recipe.train.batch_tokens is not None
     parts = _Parts(shape, storage, work, plan, sum(elements for elements, _ in tensors) * 4, several)
     weights = {"weights": weight_bytes(shape, storage)}
     optimizer = {"optimizer": sum(facts.state_bytes(elements, role) for elements, role in tensors)}
