@@ -13,6 +13,8 @@ from finetune.errors import InputError, NotBuiltError
 from finetune.memory.storage import Storage
 from finetune.memory.table import LEVERS, Lever
 
+EVEN_PARTS = 64
+"""Parts into which a step's rows are tried to be split evenly."""
 BUILT: dict[str, tuple[Any, ...]] = {
     "weights": ("resident",),
     "activation_offload": (False,),
@@ -44,10 +46,13 @@ def check_built(recipe: Recipe, shape: Shape, ranks: int) -> None:
 
 
 def micro_batches(recipe: Recipe, rows: int, ranks: int) -> list[int]:
-    """Rows a forward pass that are worth trying, largest first: the sizes that split one rank's `rows` most evenly."""
+    """Rows a forward pass that are worth trying, largest first: the sizes that split one rank's `rows` most evenly into up
+    to EVEN_PARTS parts, and below those the powers of two, so that a huge batch is planned as fast as a small one."""
     pinned = recipe.plan.micro_batch
     if pinned == "auto":
-        return sorted({-(-rows // parts) for parts in range(1, rows + 1)}, reverse=True)
+        few = {-(-rows // parts) for parts in range(1, min(rows, EVEN_PARTS) + 1)}
+        many = {2**power for power in range(rows.bit_length()) if 2**power <= rows}
+        return sorted(few | many if rows > EVEN_PARTS else few, reverse=True)
     if recipe.train.batch is not None and pinned > rows:
         raise InputError(
             f"plan.micro_batch={pinned}, but a process gets only {rows} of a step's {recipe.train.batch} rows",

@@ -370,3 +370,15 @@ def test_a_refusal_crosses_between_processes_whole() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.exit_code) == (PlanRefusedError, str(error), 3)
     assert (again.gap, again.smallest, again.changes) == (error.gap, error.smallest, error.changes)
+
+
+def test_a_huge_batch_is_planned_from_few_sizes() -> None:
+    """The sizes of a small batch split it evenly; those of a huge one stay few, down to one row."""
+    from finetune.planner.pins import micro_batches
+
+    base = {"model": {"path": "builtin:tiny"}, "adapter": {"kind": "lora"}}
+    small = Recipe.model_validate({**base, "train": {"batch": 12}})
+    assert micro_batches(small, 12, 1) == [12, 6, 4, 3, 2, 1]
+    sizes = micro_batches(small, 10**30, 1)
+    assert len(sizes) < 200
+    assert (sizes[0], sizes[-1]) == (10**30, 1)
