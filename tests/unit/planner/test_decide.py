@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import time
@@ -298,7 +299,7 @@ def test_the_table_shows_plan_causes_levers_and_neighbours(machine: str, shape: 
     from rich.console import Console
 
     decision = chosen(machine, shape)
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=120, record=True, file=io.StringIO())
     console.print(render(decision, SHAPES[shape], recipe(), parse(machine)))
     text = console.export_text()
     for wanted in ("weights", "optimizer", "load", "step", "evaluate", "save", "activation checkpointing"):
