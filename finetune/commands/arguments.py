@@ -13,7 +13,7 @@ from pathlib import Path
 
 from finetune.config.check import Known
 from finetune.config.keys import KEYS, key_of, nearest
-from finetune.config.load import load_recipe, override_faults, recipe_differences, recipe_names
+from finetune.config.load import load_recipe, notes_of_words, override_faults, recipe_differences, recipe_names
 from finetune.config.schema import Recipe
 from finetune.environment import Launch, user_path
 from finetune.errors import ConfigError, Fault, InputError
@@ -106,7 +106,9 @@ def recipe_of(arguments: Arguments, launch: Launch, faults: Sequence[Fault] = ()
         remedy = f"write recipe=NAME or recipe=FILE. There are: {', '.join(recipe_names())}"
         missing = Fault(COMMAND_LINE, "no recipe is named", remedy)
         raise ConfigError([*arguments.faults, *faults, missing, *override_faults(arguments.overrides)])
-    return loaded(arguments.source, arguments, launch, faults)
+    recipe = loaded(arguments.source, arguments, launch, faults)
+    tell(notes_of_words(arguments.source, arguments.overrides), launch)
+    return recipe
 
 
 def loaded(source: str | Path, arguments: Arguments, launch: Launch, faults: Sequence[Fault]) -> Recipe:

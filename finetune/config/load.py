@@ -27,6 +27,8 @@ from finetune.errors import ConfigError, Fault, InputError
 Place = tuple[str, ...]
 Source = str | Path | Mapping[str, Any]
 MODEL = ("model", "path")
+OWN_SHARE = 0.05
+"""The share of rows held out from data of the command line's, in the place of the recipe's own valid_path."""
 STAND_IN = "builtin:tiny"
 """The model path of a recipe that is checked further although it names no model."""
 
@@ -83,6 +85,8 @@ def load_recipe(
     for document in (base, words):
         keep_known(document)
     tree = _merge(base, words)
+    if _other_data(base, words):
+        tree["data"] = {**tree["data"], "valid_path": None, "valid_share": str(OWN_SHARE)}
     if stem is not None:
         tree.setdefault("recipe", stem)
     places = {**base.places, **words.places}
@@ -98,6 +102,25 @@ def load_recipe(
     if found:
         raise ConfigError(found)
     return recipe
+
+
+def _other_data(base: Document, words: Document) -> bool:
+    """Whether the words name other data than the recipe and no held-out rows: those of the recipe would not fit them."""
+    named = any(("data", key) in words.places for key in ("valid_path", "valid_share"))
+    there = ("data", "path") in words.places and ("data", "valid_path") in base.places
+    return there and not named and bool(_value(base.tree, ("data", "valid_path")))
+
+
+def notes_of_words(source: Source, overrides: Sequence[str]) -> list[str]:
+    """What the words decided although they do not say it, one line each."""
+    base, words = _read(source)[0], read_words(overrides)
+    if not _other_data(base, words):
+        return []
+    kept = _value(base.tree, ("data", "valid_path"))
+    return [
+        f"data.valid_path={kept} belongs to the recipe's own data; {OWN_SHARE:.0%} of the rows of data.path are held out "
+        "instead (say data.valid_path=FILE, or data.valid_share=0.1)"
+    ]
 
 
 def _read(source: Source) -> tuple[Document, str | None]:

@@ -197,23 +197,28 @@ class AdapterSection(Section):
 
 class DataSection(Section):
     path: OptionalText = None
-    """A JSONL, JSON, CSV or Parquet file, or a hub data set id."""
+    """A file (JSONL, JSON, CSV, TSV, Parquet, Arrow, text; .gz .xz .bz2 .zst too), a folder of texts, a pattern such as
+    data/*.jsonl, or a hub data set id."""
     split: Text = "train"
     """The split of a hub data set."""
     valid_path: OptionalText = None
-    """Held-out rows. Not given: a share of the training rows is held out."""
+    """Held-out rows. A recipe's own are set aside where the command line names another data.path and no held-out rows."""
     valid_share: Share = 0.0
     """The share of rows held out when there is no valid_path."""
     template: Text = "messages"
     """A name in data_templates/, or a path to a YAML of your own."""
     columns: Pairs = {}
     """Template column: the file's column, where the names differ."""
+    system: OptionalText = None
+    """The system text of rows that bring none of their own. Not given: none is added."""
+    roles: Pairs = {}
+    """A role's name in the file: the role that it stands for (system, user, assistant, tool, call)."""
     max_tokens: Count = 2048
     """The length of a row."""
     on_long: Literal["truncate", "drop", "error", "split"] = "truncate"
     """What happens to a document longer than max_tokens (split: plain documents only). Counted and shown."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """What happens to a row that cannot be rendered. Skips are counted and shown."""
+    """What happens to a row that cannot be read or rendered. Skips are counted and shown."""
     pack: Switch = False
     """Put several documents into one row of max_tokens; they do not see each other."""
     train_on: Literal["assistant", "last", "all"] = "assistant"

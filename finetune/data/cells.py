@@ -12,6 +12,8 @@ from typing import Any
 
 from finetune.errors import DataError
 
+BROKEN = "\0broken"
+"""The one key of a record that stands for a line that could not be read: [what, reason, remedy]. No column is called so."""
 CONVERTED = "rows with a number converted to text"
 
 
@@ -59,5 +61,5 @@ def json_cell(value: object, column: str, where: str) -> Any:
             f"column {column!r} is text that is not JSON: {reason}",
             where,
             reason=f"{column!r} is text that is not JSON",
-            remedy="keep a list, or a list written as JSON text",
+            remedy="mend it, or keep a list, or a list written as JSON text",
         ) from error

@@ -38,7 +38,8 @@ def conversation(
     column = names["messages"]
     found = json_cell(cells.get("messages"), column, where)
     if found is None or (isinstance(found, (list, tuple)) and not len(found)):
-        raise RowError(f"column {column!r} is empty", where, reason=f"{column!r} is empty")
+        remedy = "write it, or set data.on_bad_row=skip"
+        raise RowError(f"column {column!r} is empty", where, reason=f"{column!r} is empty", remedy=remedy)
     if not isinstance(found, (list, tuple)):
         kind = type(found).__name__
         raise RowError(
@@ -51,6 +52,20 @@ def conversation(
         trained.append(_flag(message, place))
         messages.append(message)
     return Conversation(messages, _tools(cells.get("tools"), names.get("tools", "tools"), where), trained)
+
+
+def with_system(talk: Conversation, system: str, where: str) -> Conversation:
+    """The conversation with the system text of the row's own column. RowError where it has another one already."""
+    if not system.strip():
+        return talk
+    first = talk.messages[0]
+    if first["role"] == "system":
+        if first["content"].strip() == system.strip():
+            return talk
+        what = "the row has a system column and another system message"
+        raise RowError(what, where, reason=what, remedy="keep one of the two")
+    messages = [{"role": "system", "content": system}, *talk.messages]
+    return Conversation(messages, talk.tools, [True, *talk.trained])
 
 
 def _message(item: object, roles: Mapping[str, str], place: str, notes: set[str]) -> Message:
@@ -74,8 +89,12 @@ def _message(item: object, roles: Mapping[str, str], place: str, notes: set[str]
             f"unknown role {written!r}",
             place,
             skippable=False,
-            remedy=f"known roles: {known}. Others: copy the template and add them under roles",
+            remedy=f"known roles: {known}. Others: data.roles.{written}=user (or assistant, system, tool)",
         )
+    if role == "call":
+        called = json_cell(message.pop(content_key, None), content_key, place)
+        message["tool_calls"] = list(called) if isinstance(called, (list, tuple)) else [called]
+        role = "assistant"
     content = _content(message.pop(content_key, None), content_key, place, notes)
     calls = _calls(message, place)
     if is_empty(content) and not (role == "assistant" and calls) and role not in MAY_BE_EMPTY:

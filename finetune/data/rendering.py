@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from finetune.data.cells import RowError, is_empty, text_cell
-from finetune.data.chat import Conversation, conversation
+from finetune.data.cells import BROKEN, RowError, is_empty, text_cell
+from finetune.data.chat import Conversation, conversation, with_system
+from finetune.data.own_chat import adopt
+from finetune.data.sandbox import write
 from finetune.data.spans import STOPPED, ChatForm, Span
-from finetune.data.templates import Template, nearest
+from finetune.data.templates import SYSTEM, Template, nearest
 from finetune.errors import DataError
 
 SPECIAL_TEXT = "rows whose own text holds a special token's text"
@@ -38,6 +40,7 @@ class Renderer:
         self.template = template
         self.tokenizer = tokenizer
         self.train_on = train_on
+        self._adopted = adopt(template, tokenizer)
         chat = template.kind == "messages" or (template.kind == "prompt" and template.chat)
         has_form = bool(getattr(tokenizer, "chat_template", None))
         if template.kind == "messages" and not has_form:
@@ -45,7 +48,8 @@ class Renderer:
             raise DataError(
                 f"the tokenizer of {name} has no chat template, so rows of messages cannot be rendered",
                 where=f"data.template={template.name}",
-                remedy="use an instruct model, put a chat_template.jinja beside the tokenizer files, "
+                remedy="use an instruct model, put a chat_template.jinja beside the tokenizer files, a template that "
+                "brings one (chatml, llama3, mistral, qwen, gemma), "
                 "or a template that needs none (alpaca, grammar, summarize, text)",
             )
         self.form = ChatForm(tokenizer) if chat and has_form else None
@@ -66,15 +70,20 @@ class Renderer:
     def warnings(self) -> list[str]:
         """What is odd about this tokenizer and its chat template, for every row alike."""
         if self.form:
-            return list(self.form.probe.warnings)
+            return [*self._adopted, *self.form.probe.warnings]
         return [] if self.end else ["the tokenizer has no end-of-text token: the model cannot learn to stop"]
 
     def render(self, record: Mapping[str, Any], where: str) -> Rendered:
         """One record as text with its learned spans; RowError names the row, the column and the reason."""
         notes: set[str] = set()
+        if BROKEN in record:
+            what, reason, remedy = record[BROKEN]
+            raise RowError(what, where, reason=reason, remedy=remedy)
         cells, names = self._cells(record, where)
         if self.template.kind == "messages":
             talk = conversation(cells, names, self.template.roles, where, notes)
+            system = text_cell(cells.get(SYSTEM), names.get(SYSTEM, SYSTEM), where, notes)
+            talk = with_system(talk, system, where)
             rendered = self._chat(talk, where, notes)
         else:
             values = self._values(cells, names, where, notes)
@@ -86,8 +95,11 @@ class Renderer:
             raise RowError(what, where, reason="half a character", remedy="mend the text's encoding") from error
         return replace(rendered, notes=tuple(sorted(notes)))
 
-    def prompt(self, text: str) -> str:
-        """What the model is given to answer `text` (the column that the template's prompt needs, or a user's turn)."""
+    def prompt(self, text: str, system: str | None = None) -> str:
+        """What the model is given to answer `text` (the column that the template's prompt needs, or a user's turn).
+
+        `system` is the system text in front of it (data.system), where the template takes one.
+        """
         if self.template.kind == "text":
             return self._begun(text)
         if self.template.kind == "messages":
@@ -97,6 +109,8 @@ class Renderer:
             column = self.template.asked_column("prompt" if self.form else self._plain)
             record = dict.fromkeys(self.template.columns_of("answer"), "answer") | {column: text}
             record = dict.fromkeys(self.template.required, "answer") | record
+        if system and self.template.takes_system:
+            record[SYSTEM] = system
         named = {self.template.mapping.get(name, name): value for name, value in record.items()}
         asked = Renderer(self.template, self.tokenizer) if self.train_on == "all" else self
         rendered = asked.render(named, "the prompt")
@@ -127,7 +141,7 @@ class Renderer:
 
     def _write(self, key: str, values: Mapping[str, str]) -> str:
         try:
-            return str(self.template.texts[key].render(values))
+            return write(self.template.texts[key], values)
         except Exception as error:
             # A template is a program of the user's: whatever it raises is a fault of the template.
             reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -136,14 +150,15 @@ class Renderer:
     def _asked(self, values: Mapping[str, str], where: str, notes: set[str]) -> Rendered:
         answer = self._write("answer", values)
         if is_empty(answer):
-            raise RowError("the answer is empty", where, reason="the answer is empty")
+            remedy = "write it, or set data.on_bad_row=skip"
+            raise RowError("the answer is empty", where, reason="the answer is empty", remedy=remedy)
+        key = "prompt" if self.form else self._plain
+        system = "" if SYSTEM in self.template.columns_of(key) else values.get(SYSTEM, "")
         if self.form:
-            turns = [
-                {"role": "user", "content": self._write("prompt", values)},
-                {"role": "assistant", "content": answer},
-            ]
-            return self._chat(Conversation(turns, None, [True, True]), where, notes, scan=False)
-        prompt = self._begun(self._write(self._plain, values))
+            turns = [{"role": "user", "content": self._write(key, values)}, {"role": "assistant", "content": answer}]
+            talk = with_system(Conversation(turns, None, [True, True]), system, where)
+            return self._chat(talk, where, notes, scan=False)
+        prompt = self._begun((f"{system}\n\n" if system.strip() else "") + self._write(key, values))
         text = prompt + self._ended(answer, notes)
         start = 0 if self.train_on == "all" else len(prompt)
         return Rendered(text, ((start, len(text)),), stop=self.end)

@@ -83,6 +83,7 @@ class ChatForm:
         messages = [self._without_stop(message, notes) for message in talk.messages]
         try:
             text = self.text(messages, talk.tools)
+            self._tools_shown(talk, text)
             if MARKED.search(self.template(talk.tools)):
                 return text, self._from_marks(messages, talk.tools, text)
             ends = self._content_ends(messages, talk.tools, text)
@@ -92,6 +93,15 @@ class ChatForm:
         except DataError as error:
             reason = error.fault.what
             raise RowError(reason, where, reason=reason, remedy="mend the row, or use another data.template") from error
+
+    def _tools_shown(self, talk: Conversation, text: str) -> None:
+        """A template that leaves out tools or calls would teach to call what was never shown, or to say nothing."""
+        calls = [call for message in talk.messages for call in message.get("tool_calls") or ()]
+        for tool in [*(talk.tools or ()), *calls]:
+            function = tool.get("function", tool)
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if not isinstance(name, str) or name not in text:
+                raise DataError(f"the chat template of {self.name} does not show the tool {name!r}")
 
     def _without_stop(self, message: Message, notes: set[str]) -> Message:
         """An answer that brings its own stop token would end with two."""

@@ -3,6 +3,7 @@
 A template is one YAML file: columns, and either a prompt and an answer (jinja, sandboxed), or `kind: messages`, or
 `kind: text`. Where the tokenizer has a chat template, a prompt is asked as the user turn and the answer is the
 assistant turn (`chat: never` turns that off), since the model will be asked in that form; otherwise both are plain.
+`kind: messages` may bring a chat template of its own, for a base model that has none.
 """
 
 from __future__ import annotations
@@ -18,7 +19,16 @@ from finetune.environment import shipped_folder, user_path
 from finetune.errors import DataError
 
 KINDS = ("prompt", "messages", "text")
-KEYS = ("name", "description", "kind", "columns", "chat", "prompt", "plain", "answer", "text", "roles", "example")
+KEYS = (
+    "name", "description", "kind", "columns", "chat", "prompt", "plain", "answer", "text", "roles", "chat_template",
+    "tokens", "example",
+)  # fmt: skip
+ROLES = ("system", "user", "assistant", "tool", "call")
+"""What a name in a file may be mapped to. `call`: an assistant's turn whose content is JSON of the tools that it calls."""
+SYSTEM = "system"
+"""The optional column of a row's system text: a system turn, or, without a chat template, a paragraph before the prompt."""
+LARGEST_FILE = 2**20
+PROBE = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 JINJA_OF_KIND = {"prompt": ("prompt", "answer"), "messages": (), "text": ("text",)}
 """Kind of template: the jinja texts that it must give. A prompt template may also give `plain`."""
 
@@ -34,7 +44,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Template:
-    """One template file, read. `mapping` names the file's column for a template column (`data.columns`)."""
+    """One template file, read. `mapping` names the file's column for a template column (`data.columns`).
+
+    `chat_template` is its own chat template ('': the tokenizer's is used), and `tokens` those that it needs whole.
+    """
 
     name: str
     description: str
@@ -46,20 +59,31 @@ class Template:
     example: Mapping[str, Any]
     path: str
     mapping: Mapping[str, str] = field(default_factory=dict)
+    chat_template: str = ""
+    tokens: tuple[str, ...] = ()
 
     @cached_property
     def texts(self) -> dict[str, Any]:
         """The compiled jinja texts by key."""
-        environment = _environment()
-        return {key: environment.from_string(source) for key, source in self.sources.items()}
+        from finetune.data.sandbox import SafeEnvironment
+
+        environment = SafeEnvironment()
+        return {key: environment.compiled(source) for key, source in self.sources.items()}
 
     @property
     def required(self) -> list[str]:
         return [column.name for column in self.columns if column.required]
 
+    @property
+    def takes_system(self) -> bool:
+        """Whether rows may bring a system text, in a column of its own."""
+        return any(column.name == SYSTEM for column in self.columns)
+
     def columns_of(self, key: str) -> list[str]:
         """The columns that the jinja text `key` uses, in the template's order."""
-        names = _names_in(self.sources[key])
+        from finetune.data.sandbox import names_in
+
+        names = names_in(self.sources[key])
         return [column.name for column in self.columns if column.name in names]
 
     def asked_column(self, key: str) -> str:
@@ -111,13 +135,6 @@ def nearest(name: str, names: list[str]) -> str:
     return f"; nearest: {lower[near[0]]!r}" if near else ""
 
 
-def _environment() -> Any:
-    from jinja2 import StrictUndefined
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
-
-
 def template_names() -> list[str]:
     """Names of the templates in ./data_templates and of those that come with the program."""
     return sorted({file.stem for folder in _folders() for file in folder.glob("*.yaml")})
@@ -152,7 +169,11 @@ def _read(file: Path) -> Template:
     import yaml
 
     try:
+        if file.stat().st_size > LARGEST_FILE:
+            raise ValueError(f"more than {LARGEST_FILE:,} bytes")
         text = file.read_text(encoding="utf-8")
+        if any(isinstance(token, (yaml.AliasToken, yaml.AnchorToken)) for token in yaml.scan(text)):
+            raise ValueError("anchors and aliases (&, *) are not read in a template; write the text out")
         raw, twice = yaml.safe_load(text), _given_twice(yaml.compose(text, Loader=yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         reason = " ".join(str(error).split())
@@ -193,16 +214,14 @@ def _checked(raw: dict[str, Any], file: Path) -> Template:
     wanted = JINJA_OF_KIND[kind]
     sources: dict[str, Any] = {key: raw[key] for key in ("prompt", "plain", "answer", "text") if key in raw}
     allowed = (*wanted, "plain") if kind == "prompt" else wanted
-    for key in {*wanted, *sources}:
+    for key in sorted({*wanted, *sources}):
         if key not in allowed or not isinstance(sources.get(key), str):
             raise DataError(
                 f"kind {kind} wants jinja texts {', '.join(allowed) or '(none)'}; look at {key!r}", where=place
             )
     columns = _columns(raw.get("columns"), place)
     _check_jinja(sources, [column.name for column in columns], place)
-    roles = raw.get("roles") or {}
-    if not isinstance(roles, dict):
-        raise DataError("roles is not a table of roles", where=place, remedy="roles: {name in the file: role}")
+    roles = _roles(raw.get("roles") or {}, place)
     if kind == "messages" and ("messages" not in [column.name for column in columns] or not roles):
         raise DataError("kind messages wants a column messages and a table of roles", where=place)
     return Template(
@@ -212,10 +231,42 @@ def _checked(raw: dict[str, Any], file: Path) -> Template:
         columns=columns,
         chat=raw.get("chat", "auto") == "auto",
         sources=sources,
-        roles={str(key): str(value) for key, value in roles.items()},
+        roles=roles,
         example=raw.get("example") or {},
         path=place,
+        chat_template=_own_chat(raw, kind, place),
+        tokens=tuple(map(str, raw.get("tokens") or ())),
     )
+
+
+def _roles(roles: Any, place: str) -> dict[str, str]:
+    if not isinstance(roles, dict):
+        raise DataError("roles is not a table of roles", where=place, remedy="roles: {name in the file: role}")
+    for name, role in roles.items():
+        if role not in ROLES:
+            raise DataError(f"roles.{name} is {role!r}", where=place, remedy=f"one of {', '.join(ROLES)}")
+    return {str(name): role for name, role in roles.items()}
+
+
+def _own_chat(raw: dict[str, Any], kind: str, place: str) -> str:
+    """The template's own chat template, tried on one conversation under the sandbox's bounds; '' when it has none."""
+    from finetune.data.sandbox import write_chat
+
+    source, tokens = raw.get("chat_template", ""), raw.get("tokens")
+    if not isinstance(source, str) or (source and kind != "messages"):
+        raise DataError("chat_template is a jinja text of kind messages", where=place)
+    if tokens is not None and not (source and isinstance(tokens, list)):
+        raise DataError("tokens is a list of tokens that chat_template writes", where=place)
+    if source:
+        try:
+            texts = [write_chat(source, PROBE), write_chat(source, PROBE[:1], prompt=True)]
+        except Exception as error:
+            # A template is a program of the user's: whatever it raises is a fault of the template.
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise DataError(f"chat_template cannot be written: {reason}", where=place) from error
+        if PROBE[1]["content"] not in texts[0] or PROBE[0]["content"] not in texts[1]:
+            raise DataError("chat_template does not show a message's content", where=place)
+    return source
 
 
 def _columns(raw: Any, place: str) -> tuple[Column, ...]:
@@ -233,22 +284,20 @@ def _columns(raw: Any, place: str) -> tuple[Column, ...]:
     return tuple(columns)
 
 
-def _names_in(source: str) -> set[str]:
-    """The variables that a jinja text uses and does not set itself."""
-    from jinja2 import meta
-
-    return meta.find_undeclared_variables(_environment().parse(source))
-
-
 def _check_jinja(sources: Mapping[str, str], columns: list[str], place: str) -> None:
-    from jinja2 import TemplateSyntaxError
+    from jinja2 import TemplateError, TemplateSyntaxError
 
-    environment = _environment()
+    from finetune.data.sandbox import SafeEnvironment, names_in
+
+    environment = SafeEnvironment()
     for key, source in sources.items():
         try:
-            names = _names_in(source)
+            environment.compiled(source)
+            names = names_in(source)
         except TemplateSyntaxError as error:
             raise DataError(f"{key} is not a jinja text: {error.message} (line {error.lineno})", where=place) from error
+        except (TemplateError, RecursionError) as error:
+            raise DataError(f"{key} is not a jinja text: {error}", where=place) from error
         unknown = sorted(names - set(columns) - set(environment.globals))
         if unknown:
             what = f"{key} uses {unknown[0]!r}, which is no column of the template{nearest(unknown[0], columns)}"

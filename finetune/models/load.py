@@ -59,12 +59,14 @@ def load_model(
     precision: Precision,
     *,
     shape: Shape | None = None,
+    tokenizer: Any = None,
     training: bool = True,
 ) -> Model:
     """The recipe's model on `device`, with its adapter, checked, in eval mode; `notices` say what was decided.
 
     precision fp32: everything in fp32. bf16: frozen weights in bf16, trained weights in fp32 (the trainer computes
-    under autocast). Random first weights come from train.seed alone (case B116). `shape` saves counting it again.
+    under autocast). Random first weights come from train.seed alone (case B116). `shape` saves counting it again;
+    `tokenizer` is the one that rows were written with, and may carry a chat template that the folder has not (B35).
     training=False keeps all weights in the compute precision and skips the refusals that only training needs.
     Raises ModelError.
     """
@@ -74,7 +76,8 @@ def load_model(
         _check_draws(config, section)
     if recipe.data.pack:
         attention_windows(config)
-    tokenizer, notices = _tokenizer(section)
+    own, notices = _tokenizer(section)
+    tokenizer = own if tokenizer is None else tokenizer
     whole = training and recipe.adapter.kind == "none"
     if whole and section.base != "same":
         raise ModelError(
@@ -189,7 +192,7 @@ def _chat_notices(base: Any, tokenizer: Any, recipe: Recipe) -> list[str]:
     }
     if id(base.get_input_embeddings()) in trained and id(base.get_output_embeddings()) in trained:
         return []
-    tokens = template_tokens(tokenizer) if recipe.data.template == "messages" else []
+    tokens = template_tokens(tokenizer) if recipe.data.template != "text" else []
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in tokens:
         tokens = [*tokens, tokenizer.eos_token_id]
     return untrained_tokens(base, tokenizer, tokens)

@@ -14,6 +14,7 @@ from finetune.config.load import load_recipe
 from finetune.config.schema import Recipe
 from finetune.contracts import Model
 from finetune.data.dataset import prepare
+from finetune.data.own_chat import prepare_tokenizer
 from finetune.data.rendering import Renderer
 from finetune.data.templates import load_template
 from finetune.environment import hub_offline
@@ -59,7 +60,8 @@ def finished_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
 def _load(recipe: Recipe) -> tuple[Model, str, torch.device]:
     device = torch.device(choose_device(recipe))
     precision = precision_of(recipe, detect(device.type))
-    model = load_model(recipe, device, precision, training=False)
+    tokenizer = prepare_tokenizer(load_tokenizer(recipe.model), recipe.data)
+    model = load_model(recipe, device, precision, tokenizer=tokenizer, training=False)
     return model, precision, device
 
 
@@ -120,7 +122,10 @@ def generate(run: Path, prompts: Sequence[str], overrides: Sequence[str] = ()) -
     recipe = finished_recipe(run, overrides)
     tokenizer = load_tokenizer(recipe.model)
     renderer = Renderer(load_template(recipe.data.template).mapped(recipe.data.columns), tokenizer)
-    ids = [tokenizer(renderer.prompt(prompt), add_special_tokens=False)["input_ids"] for prompt in prompts]
+    ids = [
+        tokenizer(renderer.prompt(prompt, recipe.data.system), add_special_tokens=False)["input_ids"]
+        for prompt in prompts
+    ]
     model, precision, _ = _load(recipe)
     return answer(model, ids, recipe.generate, precision, recipe.train.seed)
 

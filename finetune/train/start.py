@@ -18,6 +18,7 @@ from finetune.config.schema import Recipe
 from finetune.contracts import Model, Result
 from finetune.data.dataset import prepare
 from finetune.data.loader import Order, total_steps
+from finetune.data.own_chat import prepare_tokenizer
 from finetune.environment import Launch
 from finetune.errors import InputError, StoppedError
 from finetune.generate.evaluate import Evaluator
@@ -65,7 +66,7 @@ def _run(recipe: Recipe, launch: Launch, world: World) -> Result:
 
 
 def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World, log: Log) -> Result:
-    tokenizer = load_tokenizer(recipe.model)
+    tokenizer = prepare_tokenizer(load_tokenizer(recipe.model), recipe.data, log.notice)
     splits = prepare(recipe, tokenizer)
     finish.show_data(splits, log)
     order = Order(splits.train.lengths, recipe.train.batch, recipe.train.batch_tokens, recipe.train.seed)
@@ -83,7 +84,7 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
     log.say(report.render(decision, shape, recipe, hardware))
     for notice in state.check_plan(saved[1], decision.plan, decision.precision) if saved else []:
         log.notice(notice)
-    model = load_model(recipe, world.device, decision.precision, shape=shape)
+    model = load_model(recipe, world.device, decision.precision, shape=shape, tokenizer=tokenizer)
     document = max(int(rows.documents.lengths.max()) for rows in (splits.train, *splits.evaluate.values()))
     for notice in (*model.notices, *check_lengths(model, longest, document)):
         log.notice(notice)

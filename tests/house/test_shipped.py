@@ -27,7 +27,10 @@ RECIPES = (
     "qlora_llama3",
     "quickstart",
 )
-TEMPLATES = ("alpaca", "grammar", "messages", "summarize", "text")
+TEMPLATES = (
+    "alpaca", "chatml", "completion", "gemma", "grammar", "llama3", "messages", "mistral", "qwen", "sharegpt", "summarize",
+    "text",
+)  # fmt: skip
 MACHINES = {"1x24GB,64GB": 1, "1x80GB,128GB": 1, "8x80GB,1TB": 8}
 TOO_LARGE = {("full_llama3", machine) for machine in MACHINES}
 """Every weight of 8B in fp32, with its gradient, needs the streamed or the sharded step."""

@@ -14,7 +14,10 @@ from finetune.data.templates import load_template, template_names
 from finetune.errors import ConfigError, DataError
 from tests.unit.data.chat_forms import CHATML, render, tiny_tokenizer
 
-SHIPPED = ("alpaca", "grammar", "messages", "summarize", "text")
+SHIPPED = (
+    "alpaca", "chatml", "completion", "gemma", "grammar", "llama3", "messages", "mistral", "qwen", "sharegpt", "summarize",
+    "text",
+)  # fmt: skip
 OWN = (
     "columns: {question: {required: true}, reply: {required: true}}\n"
     "prompt: 'Q: {{ question }}\n\n  A:'\nanswer: ' {{ reply }}'\n"
@@ -31,14 +34,22 @@ def test_worked_example(name: str) -> None:
     assert template.name == name
     assert template.description
     assert set(template.example) - {"record"}
-    for form, tokenizer in (("plain", tiny_tokenizer()), ("chat", tiny_tokenizer(CHATML))):
+    lacking = set()
+    for form, tokenizer in (
+        ("plain", tiny_tokenizer()),
+        ("chat", tiny_tokenizer(CHATML)),
+        ("own", tiny_tokenizer()),
+        ("own", tiny_tokenizer(CHATML)),
+    ):
         expected = template.example.get(form)
         if expected is None:
-            assert (name, form) in {("messages", "plain"), ("text", "chat")}
+            lacking.add(form)
             continue
         rendered = render(template, template.example["record"], "example", tokenizer)
         assert rendered.text == expected["text"]
         assert [rendered.text[start:end] for start, end in rendered.spans] == expected["trained"]
+    brings = {"messages": {"chat"}, "sharegpt": {"chat"}, "text": {"plain"}}.get(name, {"plain", "chat"})
+    assert {"plain", "chat", "own"} - lacking == ({"own"} if template.chat_template else brings)
 
 
 def test_an_optional_column_may_be_absent_or_empty() -> None:
@@ -81,7 +92,7 @@ def test_own_templates_in_the_working_folder_are_found_by_name(tmp_path: Path, m
 
 def test_an_unknown_template_names_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"no template 'alpacca'[\s\S]*templates: alpaca, grammar[\s\S]*nearest: 'alpaca'"
+        DataError, match=r"no template 'alpacca'[\s\S]*templates: alpaca, chatml[\s\S]*nearest: 'alpaca'"
     ):
         load_template("alpacca")
     with pytest.raises(DataError, match=r"no such template file"):
