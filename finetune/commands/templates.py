@@ -20,14 +20,17 @@ TAKES = Takes()
 
 
 def _row(name: str) -> dict[str, Any]:
-    """A template's name, what it says of itself, and its file; the user's own folder comes first."""
+    """A template's name, its columns, what it says of itself, and its file; the user's own folder comes first."""
     from finetune.data.templates import find_template, load_template
 
+    columns = ""
     try:
-        about = load_template(name).description
+        template = load_template(name)
+        about = template.description
+        columns = ", ".join(column.name if column.required else f"({column.name})" for column in template.columns)
     except DataError as error:
         about = f"does not load: {error.fault.what}"
-    return {"name": name, "about": about, "path": str(find_template(name))}
+    return {"name": name, "columns": columns, "about": about, "path": str(find_template(name))}
 
 
 def main(arguments: list[str]) -> int:
@@ -40,5 +43,5 @@ def main(arguments: list[str]) -> int:
     if given.json:
         show_json(rows)
     else:
-        show(table(("name", "about"), [(row["name"], row["about"]) for row in rows]))
+        show(table(("name", "columns", "about"), [(row["name"], row["columns"], row["about"]) for row in rows]))
     return 0

@@ -93,7 +93,7 @@ def _message(item: object, roles: Mapping[str, str], place: str, notes: set[str]
         )
     if role == "call":
         called = json_cell(message.pop(content_key, None), content_key, place)
-        message["tool_calls"] = list(called) if isinstance(called, (list, tuple)) else [called]
+        message["tool_calls"] = [_as_call(call) for call in (called if isinstance(called, (list, tuple)) else [called])]
         role = "assistant"
     content = _content(message.pop(content_key, None), content_key, place, notes)
     calls = _calls(message, place)
@@ -114,6 +114,12 @@ def _content(value: object, key: str, place: str, notes: set[str]) -> str:
             parts.append(text)
         return "".join(parts)
     return text_cell(value, key, place, notes)
+
+
+def _as_call(call: Any) -> Any:
+    """{name, arguments} in the form that chat templates know; anything else as it is, for `_calls` to refuse."""
+    bare = isinstance(call, Mapping) and "name" in call and "function" not in call
+    return {"type": "function", "function": call} if bare else call
 
 
 def _calls(message: Message, place: str) -> list[Any]:

@@ -6,19 +6,25 @@ kept, or dropped with a reason that is counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from finetune.contracts import IGNORED, Row
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 TOO_LONG = "longer than data.max_tokens"
+CUT = "truncated"
 LOST = "no trainable token left after truncation"
 SHOWN_CHARACTERS = 2000
 BAR = 30
+
+Pieces = tuple[tuple[str, bool], ...]
+"""A document as runs of text, each with whether it is trained."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,8 @@ def _empty_error(report: DataReport) -> DataError:
     if not set(report.dropped) - {TOO_LONG, LOST}:
         what = f"0 of {total} rows left after filtering ({reasons}; limit {limit})"
         return DataError(what, where=where, remedy="raise data.max_tokens, or set data.on_long=truncate")
-    what = f"0 of {total} rows left, so 0 tokens would be trained ({reasons})"
+    first = next((f"; the first is {places[0]}" for places in report.places.values() if places), "")
+    what = f"0 of {total} rows left, so 0 tokens would be trained ({reasons}{first})"
     remedy = f"look at the rows' roles and at data.template={report.template} with data.train_on={report.train_on}"
     return DataError(what, where=where, remedy=remedy)
 
@@ -127,7 +134,7 @@ def facts(report: DataReport) -> list[tuple[str, str]]:
             (f"  dropped: {reason}", _counted(count, report.places.get(reason)))
             for reason, count in report.dropped.items()
         ),
-        ("truncated", f"{report.truncated:,}"),
+        ("truncated", _counted(report.truncated, report.places.get(CUT))),
         ("documents", f"{report.documents:,} ({report.duplicates:,} repeat an earlier one)"),
         ("tokens / trained", f"{report.tokens:,} / {report.trained_tokens:,} ({report.supervised_ratio:.1%})"),
         ("stop token trained", f"{report.stop!r} in {report.stopped_documents:,} of {report.documents:,} documents"),
@@ -148,8 +155,33 @@ def _counted(count: int, places: tuple[str, ...] | None) -> str:
     return f"{count:,} ({', '.join(places)}{more})"
 
 
-def render(report: DataReport) -> RenderableType:
-    """The report for a terminal: counts, histogram of lengths, warnings, and a sample whose trained text is marked."""
+def pieces(row: Row, tokenizer: Any) -> Pieces:
+    """A row as the model gets it: (text, trained) runs of its tokens."""
+    learned = row.labels != IGNORED
+    cuts = [0, *(at + 1 for at in range(len(learned) - 1) if learned[at] != learned[at + 1]), len(learned)]
+    return tuple(
+        (
+            str(
+                tokenizer.decode(
+                    row.input_ids[first:last].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+                )
+            ),
+            bool(learned[first]),
+        )
+        for first, last in pairwise(cuts)
+    )
+
+
+def plain(documents: Sequence[Pieces]) -> list[list[dict[str, Any]]]:
+    """Documents of `pieces` as plain values, for --json."""
+    return [[{"text": text, "trained": trained} for text, trained in document] for document in documents]
+
+
+def render(report: DataReport, documents: Sequence[Pieces] | None = None) -> RenderableType:
+    """The report for a terminal: counts, histogram of lengths, warnings, and documents whose trained text is marked.
+
+    `documents` are those to show (of `pieces`); None: the report's own sample.
+    """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -165,21 +197,28 @@ def render(report: DataReport) -> RenderableType:
     if report.histogram:
         parts.append(bars)
     parts += [Text(f"warning: {warning}", style="yellow") for warning in report.warnings]
-    return Group(*parts, sample(report))
+    if documents is None:
+        return Group(*parts, sample(report))
+    return Group(*parts, *(_panel(document, number) for number, document in enumerate(documents, start=1)))
 
 
 def sample(report: DataReport) -> RenderableType:
     """The first document as the model gets it, what is trained in bold."""
+    return _panel(report.sample, 1)
+
+
+def _panel(document: Pieces, number: int) -> RenderableType:
     from rich.panel import Panel
     from rich.text import Text
 
     shown, room = Text(), SHOWN_CHARACTERS
-    for text, trained in report.sample:
+    for text, trained in document:
         shown.append(text[:room], style="bold green" if trained else "dim")
         room -= min(room, len(text))
     if not room:
         shown.append(" ...")
-    return Panel(shown, title="first document (trained text is bold)", title_align="left")
+    which = "first document" if number == 1 else f"document {number}"
+    return Panel(shown, title=f"{which} (trained text is bold)", title_align="left")
 
 
 def headline(report: DataReport) -> str:

@@ -12,7 +12,7 @@ def read_parquet(path: str, raw: bytes) -> Lines:
     """The rows of a Parquet file. DataError for one that is broken or has a column twice."""
     import pyarrow.parquet
 
-    return _rows(path, "Parquet", lambda: pyarrow.parquet.read_table(_buffer(raw)))
+    return _rows(path, "Parquet", lambda: pyarrow.parquet.ParquetFile(_buffer(raw)).read())
 
 
 def read_arrow(path: str, raw: bytes) -> Lines:

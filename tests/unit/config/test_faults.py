@@ -248,7 +248,7 @@ EVERY_KEY: dict[str, str] = {
     "adapter.targets": "[q_proj, v_proj]", "adapter.path": "a/b",
     "data.path": "x.jsonl", "data.split": "test", "data.valid_path": "v.jsonl", "data.valid_share": "0",
     "data.template": "alpaca", "data.columns": "{instruction: question, output: answer}", "data.max_tokens": "128",
-    "data.on_long": "drop", "data.on_bad_row": "skip", "data.pack": "yes", "data.train_on": "last", "data.max_rows": "9",
+    "data.system": "Be brief.", "data.roles": "{caller: user}", "data.on_long": "drop", "data.on_bad_row": "skip", "data.pack": "yes", "data.train_on": "last", "data.max_rows": "9",
     "optimizer.name": "adamw8bit", "optimizer.lr": "1e-5", "optimizer.weight_decay": "0.1", "optimizer.beta1": "0.8",
     "optimizer.beta2": "0.95", "optimizer.epsilon": "1e-6",
     "schedule.name": "linear", "schedule.warmup": "0.1", "schedule.final": "0.2",

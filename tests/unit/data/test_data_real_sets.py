@@ -1,7 +1,8 @@
-"""Real sets: those in examples/, and larger ones where a checkout of them stands beside this one."""
+"""Real sets: those in examples/, and larger ones in the folder that FINETUNE_SHARED_DATA names."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tests.unit.data.chat_forms import tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples"
-BESIDE = ROOT.parent / "shared" / "data"
+SHARED = Path(os.environ.get("FINETUNE_SHARED_DATA", ""))
 TEMPLATES = {
     "chat-chitchat": "messages",
     "grammar-synth": "grammar",
@@ -77,7 +78,7 @@ def test_examples_are_small_and_carry_licences() -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_shared_sets_load_with_their_templates(prepared: Callable[..., Any], name: str) -> None:
-    folder = BESIDE / name
-    if not folder.is_dir():
-        pytest.skip(f"the shared data sets do not stand beside this checkout ({folder})")
+    folder = SHARED / name
+    if not (folder / "train.jsonl").is_file():
+        pytest.skip("FINETUNE_SHARED_DATA names no folder with this set")
     check_set(prepared, folder, TEMPLATES[name])
