@@ -69,7 +69,7 @@ def parsed(text: str, path: str, line: int | None = None) -> Any:
         remedy = (
             "mend or remove the line; if it is the last one, the file was cut off; data.on_bad_row=skip leaves it out"
         )
-        what = f"broken JSON: {error.msg} at column {error.colno}"
+        what = f"broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
         raise DataError(what, where=f"{path} line {line or error.lineno}", remedy=remedy) from error
     except KeyTwiceError as error:
         raise DataError(str(error), where=where, remedy="keep one of the two") from error
