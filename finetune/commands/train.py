@@ -9,7 +9,7 @@ from typing import Any
 from finetune import environment
 from finetune.commands.arguments import Takes, known_names, notes_of_launch, read, recipe_of, tell
 from finetune.config.check import resolve_launch
-from finetune.config.load import load_recipe
+from finetune.config.load import load_recipe, notes_of_words
 from finetune.config.schema import Recipe
 from finetune.contracts import Result
 
@@ -42,7 +42,9 @@ def run(recipe: Mapping[str, Any] | str | Path, *overrides: str) -> Result:
     "section.key=value". Raises FinetuneError: ConfigError with all faults of the recipe, NothingFitsError, and so on.
     """
     launch = environment.launch()
-    return _start(load_recipe(recipe, overrides, known_names(), launch), launch)
+    loaded = load_recipe(recipe, overrides, known_names(), launch)
+    tell(notes_of_words(recipe, overrides), launch)
+    return _start(loaded, launch)
 
 
 def _start(recipe: Recipe, launch: environment.Launch) -> Result:

@@ -53,6 +53,8 @@ class Renderer:
                 "or a template that needs none (alpaca, grammar, summarize, text)",
             )
         self.form = ChatForm(tokenizer) if chat and has_form else None
+        key = "prompt" if self.form else self._plain
+        self.writes_system = key in template.sources and SYSTEM in template.columns_of(key)
         self.begin = begin_text(tokenizer)
         self.end = tokenizer.eos_token or ""
         self.special = [token for token in tokenizer.all_special_tokens if len(token) > 2]
@@ -153,7 +155,7 @@ class Renderer:
             remedy = "write it, or set data.on_bad_row=skip"
             raise RowError("the answer is empty", where, reason="the answer is empty", remedy=remedy)
         key = "prompt" if self.form else self._plain
-        system = "" if SYSTEM in self.template.columns_of(key) else values.get(SYSTEM, "")
+        system = "" if self.writes_system else values.get(SYSTEM, "")
         if self.form:
             turns = [{"role": "user", "content": self._write(key, values)}, {"role": "assistant", "content": answer}]
             talk = with_system(Conversation(turns, None, [True, True]), system, where)

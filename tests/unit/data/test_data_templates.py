@@ -277,3 +277,21 @@ def test_a_prompt_fills_the_column_that_the_templates_prompt_takes(tmp_path: Pat
     path.write_text(OWN.replace("{question", "{context: {required: true}, question").replace("Q:", "{{ context }}"))
     with pytest.raises(DataError, match="made from context, question, and one text is given"):
         Renderer(load_template(str(path)), tokenizer).prompt("why?")
+
+
+def test_a_prompt_that_writes_the_system_text_itself_is_not_given_it_again(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(OWN.replace("reply: {", "system: {}, reply: {").replace("Q: ", "{{ system }} Q: "))
+    record = {"question": "Why?", "reply": "Because.", "system": "Be brief."}
+    text = render(load_template(str(path)), record, "x", tiny_tokenizer(CHATML)).text
+    assert text.startswith("<|im_start|>user\nBe brief. Q: Why?")
+    assert text.count("Be brief.") == 1
+
+
+@pytest.mark.parametrize("name", ["alpaca", "messages", "chatml", "completion"])
+def test_a_prompt_has_the_system_text_of_the_recipe(name: str) -> None:
+    for tokenizer in (tiny_tokenizer(CHATML), tiny_tokenizer(CHATML if name == "messages" else None)):
+        prompt = Renderer(load_template(name), tokenizer).prompt("why?", "Be brief.")
+        assert prompt.index("Be brief.") < prompt.index("why?")
+        assert "Be brief." not in Renderer(load_template(name), tokenizer).prompt("why?")
+    assert Renderer(load_template("text"), tiny_tokenizer()).prompt("why?", "Be brief.") == "why?"
