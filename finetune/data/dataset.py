@@ -18,7 +18,7 @@ import numpy as np
 from finetune.config.schema import DataSection, Recipe
 from finetune.contracts import IGNORED
 from finetune.data.cells import RowError
-from finetune.data.packing import pack
+from finetune.data.packing import Groups, pack_rows
 from finetune.data.preflight import LOST, TOO_LONG, DataReport, check
 from finetune.data.rendering import NO_TURN, Rendered, Renderer, missing_column
 from finetune.data.rows import Documents, RowSet, Splits
@@ -143,7 +143,7 @@ class Preparation:
             starts=starts,
             sources=np.asarray(self.sources, dtype=np.int64),
         )
-        groups = pack(documents.lengths.tolist(), self.data.max_tokens) if self.data.pack else None
+        groups = pack_rows(documents.lengths, self.data.max_tokens) if self.data.pack else None
         return RowSet(documents, groups, self._report(len(rows), documents, groups))
 
     def _columns(self, rows: np.ndarray) -> None:
@@ -271,10 +271,10 @@ class Preparation:
         stop = self.tokenizer(self.renderer.stop, add_special_tokens=False)["input_ids"] if self.renderer.stop else []
         return sum(bool((labels == stop[-1]).any()) for labels in self.labels) if stop else 0
 
-    def _report(self, total: int, documents: Documents, groups: list[list[int]] | None) -> DataReport:
+    def _report(self, total: int, documents: Documents, groups: Groups | None) -> DataReport:
         lengths = documents.lengths
         tokens, limit = int(lengths.sum()), self.data.max_tokens
-        rows = len(documents) if groups is None else len(groups)
+        rows = len(documents) if groups is None else len(groups[1]) - 1
         stopped = self._stopped()
         return DataReport(
             split=self.split,
