@@ -104,14 +104,55 @@ def _adapter(recipe: Recipe) -> Problems:
 
 def _data(recipe: Recipe) -> Problems:
     data = recipe.data
-    if data.path is None:
+    if data.path is None and not data.mixture:
         yield Problem(("data.path",), "no data are named", "give data.path=FILE or a hub data set's id")
+    if data.path is not None and data.mixture:
+        what = f"one file is given ({data.path}), and a mixture of {len(data.mixture)}"
+        yield Problem(("data.path", "data.mixture"), what, "keep one; the other can be unset with data.path=null")
     if data.valid_path is not None and data.valid_share > 0:
         what = f"held-out rows are given ({data.valid_path}), and a share of {data.valid_share:g} of the training rows"
         yield Problem(("data.valid_path", "data.valid_share"), what, "keep one")
     if "valid" in recipe.evaluate.sets:
         what = "valid is the name of the rows of data.valid_path"
         yield Problem(("evaluate.sets.valid",), what, "give this set another name")
+
+
+def _mixture(recipe: Recipe) -> Problems:
+    data = recipe.data
+    for name in data.weights:
+        if name not in data.mixture:
+            what = f"a weight is given for {name!r}, which is no file of the mixture"
+            yield Problem(
+                (f"data.weights.{name}",), what, f"data.mixture names: {', '.join(data.mixture) or 'nothing'}"
+            )
+    lacking = [name for name in data.mixture if name not in data.weights] if data.weights else []
+    if lacking:
+        what = f"weights are given, and none for {', '.join(lacking)}"
+        yield Problem(("data.weights",), what, "give every file of the mixture a weight, or none")
+    if data.on_exhausted != "stop" and not data.weights:
+        what = "nothing runs out: without data.weights every row comes once an epoch"
+        yield Problem(("data.on_exhausted",), what, "give data.weights, or leave it out")
+
+
+def _streaming(recipe: Recipe) -> Problems:
+    data, train = recipe.data, recipe.train
+    if not data.streaming:
+        if data.shuffle_buffer != type(data).model_fields["shuffle_buffer"].default:
+            what = "rows that are not streamed are shuffled all together"
+            yield Problem(("data.shuffle_buffer",), what, "write data.streaming=true, or leave it out")
+        return
+    if train.max_steps is None:
+        what = "how many rows a stream has is not known before its end"
+        yield Problem(("data.streaming", "train.max_steps"), what, "give train.max_steps")
+    if train.epochs is not None:
+        what = "how many steps an epoch of a stream has is not known before its end"
+        yield Problem(("data.streaming", "train.epochs"), what, "give train.max_steps alone")
+    if data.valid_share > 0:
+        what = "a share of a stream cannot be held out, since its rows are not counted before"
+        yield Problem(("data.streaming", "data.valid_share"), what, "give data.valid_path")
+    if data.mixture:
+        what = "a mixture cannot be streamed: its rows are drawn from files that are all at hand"
+        yield Problem(("data.streaming", "data.mixture"), what, "leave out one of the two")
 
 
 def metrics(recipe: Recipe) -> tuple[str, ...]:
@@ -163,7 +204,16 @@ def _schedule(recipe: Recipe) -> Problems:
         )
 
 
-RULES: tuple[Callable[[Recipe], Problems], ...] = (_batch, _adapter, _data, _schedule, _evaluation, _built)
+RULES: tuple[Callable[[Recipe], Problems], ...] = (
+    _batch,
+    _adapter,
+    _data,
+    _mixture,
+    _streaming,
+    _schedule,
+    _evaluation,
+    _built,
+)
 
 
 def _names(recipe: Recipe, known: Known) -> Problems:

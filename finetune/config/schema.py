@@ -143,6 +143,7 @@ OptionalPositive = Annotated[Positive | None, Nullable, Wants("a number above 0,
 OptionalText = Annotated[Text | None, Nullable, Wants("text, or null")]
 Names = Annotated[tuple[Text, ...], BeforeValidator(_list), Wants("a list: a,b or [a, b]")]
 Pairs = Annotated[dict[str, Text], BeforeValidator(_pairs), Wants("a section of NAME: text")]
+Weights = Annotated[dict[str, Positive], BeforeValidator(_pairs), Wants("a section of NAME: number above 0")]
 Size = Annotated[
     Annotated[int, Field(ge=1)] | Literal["auto"],
     BeforeValidator(_bytes),
@@ -198,6 +199,12 @@ class AdapterSection(Section):
 class DataSection(Section):
     path: OptionalText = None
     """A JSONL, JSON, CSV or Parquet file, or a hub data set id."""
+    mixture: Pairs = {}
+    """Several files in the place of path: name: path."""
+    weights: Weights = {}
+    """How many of an epoch's rows come from each file of the mixture, as name: number; not given: all rows of all files."""
+    on_exhausted: Literal["stop", "repeat"] = "stop"
+    """With weights, when a file has too few rows: the epoch gets shorter, or the file's rows come again. Shown."""
     split: Text = "train"
     """The split of a hub data set."""
     valid_path: OptionalText = None
@@ -220,6 +227,14 @@ class DataSection(Section):
     """Which turns are learned."""
     max_rows: OptionalCount = None
     """Use only the first rows."""
+    streaming: Switch = False
+    """Read, render and tokenise while training, for files larger than memory; train.max_steps says how long."""
+    shuffle_buffer: Count = 4096
+    """With streaming: rows that are read ahead and shuffled (and packed) together; 1 keeps the file's order."""
+    workers: AutoWhole = "auto"
+    """Processes that render and tokenise; 0: this one. auto: several when the rows are many. They change no row."""
+    cache: Switch = True
+    """Keep prepared rows on disk and map them at the next start."""
 
 
 class OptimizerSection(Section):

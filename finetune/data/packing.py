@@ -9,6 +9,7 @@ rooms that exist are a bit set. The result depends on nothing but the lengths.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,7 +21,7 @@ def pack(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> list[list[int]
     """`pack_rows` as lists: the documents of each row."""
     order, cuts = pack_rows(lengths, max_tokens)
     numbers, bounds = order.tolist(), cuts.tolist()
-    return [numbers[first:last] for first, last in zip(bounds, bounds[1:], strict=False)]
+    return [numbers[first:last] for first, last in pairwise(bounds)]
 
 
 def pack_rows(lengths: Sequence[int] | np.ndarray, max_tokens: int) -> Groups:
@@ -46,7 +47,7 @@ def pack_parts(lengths: np.ndarray, max_tokens: int, part_of: np.ndarray) -> Gro
     """`pack_rows` within each run of documents of one part (`part_of` ascends), so that no row mixes two parts."""
     starts = [0, *(np.flatnonzero(np.diff(part_of)) + 1).tolist(), len(lengths)]
     orders, cuts, done = [], [np.zeros(1, dtype=np.int64)], 0
-    for first, last in zip(starts, starts[1:], strict=False):
+    for first, last in pairwise(starts):
         order, own = pack_rows(lengths[first:last], max_tokens)
         orders.append(order + first)
         cuts.append(own[1:] + done)

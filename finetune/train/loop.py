@@ -171,7 +171,6 @@ def upcoming(job: Job) -> Iterator[tuple[int, int, np.ndarray]]:
     """The steps' rows from the job's position on, without end: (epoch, rows of it consumed after the step, row ids)."""
     epoch, row = job.progress.epoch, job.progress.row
     while True:
-        for rows in job.order.batches(epoch, row):
-            row += len(rows)
-            yield epoch, row, rows
+        for rows, after in job.order.steps(epoch, row):
+            yield epoch, after, rows
         epoch, row = epoch + 1, 0
