@@ -7,6 +7,7 @@ message. Where a rank cannot see rank 0's files (another machine), it prepares i
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import torch
 
 from finetune.config.schema import Recipe
 from finetune.data import cache
-from finetune.data.dataset import evaluation_paths, make_splits
+from finetune.data.dataset import evaluation_paths, evaluation_sets, make_splits, renderer_of
 from finetune.data.loader import Order
 from finetune.data.mixture import counted, mixture_of
 from finetune.data.preflight import check
 from finetune.data.preparation import Tell, silent
 from finetune.data.rows import RowSet, Splits
 from finetune.data.sources import load_records
+from finetune.data.streaming import StreamOrder, StreamRows, stream
 from finetune.data.templates import load_template
 from finetune.environment import cache_folder, user_path
 from finetune.errors import InputError
@@ -37,18 +39,27 @@ def open_data(recipe: Recipe, tokenizer: Any, world: World = ALONE, tell: Tell =
 
     Raises as dataset.prepare does, on every rank alike.
     """
+    if recipe.data.streaming:
+        return in_own_time(world, "data", lambda: _checked(_streamed(recipe, tokenizer, tell), recipe, strict))
     if not recipe.data.cache:
         return in_own_time(world, "data", lambda: _checked(make_splits(recipe, tokenizer, tell), recipe, strict))
     own: list[Splits] = []
 
     def make() -> str:
-        entry = cache_folder() / "data" / cache.key_of(facts(recipe, tokenizer))
+        entry = cache_folder() / "data" / cache.key_of(facts(recipe, tokenizer, _contents(recipe)))
         own.append(_open(entry, recipe, tokenizer, tell))
         return str(entry)
 
     entry = Path(first_alone(world, "data", make))
     splits = in_own_time(world, "mapped data", lambda: own[0] if own else _open(entry, recipe, tokenizer, silent))
     return _checked(splits, recipe, strict)
+
+
+def _streamed(recipe: Recipe, tokenizer: Any, tell: Tell) -> Splits:
+    renderer = renderer_of(recipe, tokenizer)
+    settings = {**facts(recipe, tokenizer, {}), "shuffle_buffer": recipe.data.shuffle_buffer}
+    train = stream(recipe, renderer, settings, tell)
+    return Splits(train, evaluation_sets(recipe, renderer, frozenset(), {}, tell))
 
 
 def _checked(splits: Splits, recipe: Recipe, strict: bool) -> Splits:
@@ -59,17 +70,16 @@ def _checked(splits: Splits, recipe: Recipe, strict: bool) -> Splits:
     return splits
 
 
-def facts(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
-    """Everything that the prepared rows depend on, as plain values. DataError for data that cannot be found."""
+def facts(recipe: Recipe, tokenizer: Any, contents: Mapping[str, str]) -> dict[str, Any]:
+    """Everything that the prepared rows depend on, as plain values; `contents` are hashes of the files."""
     import tokenizers
     import transformers
 
     data = recipe.data
     template = load_template(data.template)
     settings = {name: value for name, value in data.model_dump(mode="json").items() if name not in NOT_IN_ROWS}
-    contents = {name: _content(path, recipe) for name, path in _paths(recipe).items()}
     return {
-        "files": contents,
+        "files": dict(contents),
         "template": cache.file_digest(Path(template.path)) if Path(template.path).is_file() else repr(template),
         "tokenizer": cache.tokenizer_digest(tokenizer),
         "settings": settings,
@@ -79,10 +89,12 @@ def facts(recipe: Recipe, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def _paths(recipe: Recipe) -> dict[str, str]:
+def _contents(recipe: Recipe) -> dict[str, str]:
+    """Hashes of the files of every split. DataError for what cannot be found."""
     data = recipe.data
     train = {f"train {name}": path for name, path in data.mixture.items()} or {"train": data.path or ""}
-    return {**train, **{f"evaluate {name}": path for name, path in evaluation_paths(recipe).items()}}
+    paths = {**train, **{f"evaluate {name}": path for name, path in evaluation_paths(recipe).items()}}
+    return {name: _content(path, recipe) for name, path in paths.items()}
 
 
 def _content(path: str, recipe: Recipe) -> str:
@@ -147,4 +159,6 @@ def _bytes(count: float) -> str:
 def order_of(recipe: Recipe, rows: RowSet) -> Order:
     """The rows of each step of a run."""
     train = recipe.train
+    if isinstance(rows, StreamRows):
+        return StreamOrder(rows, recipe)
     return Order(rows.lengths, train.batch, train.batch_tokens, train.seed, mixture=mixture_of(rows, recipe.data))

@@ -96,6 +96,8 @@ class Preparation:
 
     def _columns(self, rows: np.ndarray) -> None:
         """A column that no row has is a fault of the file, whatever data.on_bad_row says."""
+        if getattr(self.records, "partial", False):
+            return
         template = self.renderer.template
         missing = template.missing(self.records.columns())
         if missing and len(rows):

@@ -11,29 +11,32 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from finetune.contracts import Batch, StepResult
-from finetune.data.loader import micro_batches
+from finetune.data.prefetch import Loaded, load
 from finetune.errors import DataError, DivergedError
 from finetune.kernels.precision import compute
 from finetune.optim.schedule import rate
 from finetune.train.job import Job, StopAskedError
 
 
-def train_step(job: Job, rows: Sequence[int], steps: int) -> StepResult:
+def train_step(job: Job, rows: Sequence[int], steps: int, loaded: Loaded | None = None) -> StepResult:
     """Trains on `rows` (of the global batch; this rank takes its share) and returns what happened.
 
-    `steps` is the length of the schedule. Raises StopAskedError before anything is done when any rank was asked to
+    `steps` is the length of the schedule; `loaded` are the rows' batches where they were made ahead. Raises StopAskedError before anything is done when any rank was asked to
     stop, and DivergedError before the update when the loss or the gradient is not finite.
     """
     started = time.perf_counter()
     world, plan = job.world, job.plan
-    shares = micro_batches(rows, world.rank, world.size, plan.micro_batch)
-    batches = [job.task.collate([job.splits.train[int(i)] for i in share]) for share in shares]
-    counts = [sum(map(job.task.count, batches)), sum(map(job.task.tokens, batches)), job.stop.asked is not None]
-    data_wait = time.perf_counter() - started
+    if loaded is None:
+        loaded = load((0, 0, np.asarray(rows)), job.splits.train, job.task, (world.rank, world.size, plan.micro_batch))
+    loaded.raise_error()
+    batches = loaded.batches
+    data_wait = time.perf_counter() - started + loaded.waited
+    counts = [loaded.trained, loaded.tokens, job.stop.asked is not None]
     count, tokens, stop = world.sum(counts)
     if stop:
         raise StopAskedError(job.stop.asked or "a signal on another rank")
@@ -54,7 +57,7 @@ def train_step(job: Job, rows: Sequence[int], steps: int) -> StepResult:
         group["lr"] = lr
     job.optimizer.step()
     job.optimizer.zero_grad(set_to_none=True)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - started + loaded.waited
     return StepResult(job.progress.step + 1, loss, int(tokens), int(count), lr, norm_value, seconds, data_wait)
 
 
