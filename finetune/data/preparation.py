@@ -10,7 +10,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -22,8 +22,9 @@ from finetune.data.packing import Groups, pack_parts
 from finetune.data.preflight import LOST, TOO_LONG, DataReport
 from finetune.data.rendering import NO_TURN, Rendered, Renderer, missing_column
 from finetune.data.rows import Documents, RowSet
-from finetune.data.sources import Records
-from finetune.data.tokens import BATCH, tokenise_all
+from finetune.data.sources import Record, Records
+from finetune.data.tokens import BATCH
+from finetune.data.workers import Item, Made, count, crowded, made
 from finetune.errors import DataError
 
 SHOWN_PLACES = 5
@@ -74,12 +75,16 @@ class Preparation:
     def run(self, rows: np.ndarray, tell: Tell = silent) -> RowSet:
         """The rows at these positions of the file, prepared."""
         self._columns(rows)
-        told = time.perf_counter()
-        for start in range(0, len(rows), BATCH):
-            self._batch(rows[start : start + BATCH].tolist())
+        told, done = time.perf_counter(), 0
+        workers = count(self.data.workers, len(rows))
+        if crowded(workers):
+            tell(crowded(workers))
+        for batch in made(self.renderer, self._items(rows), workers):
+            self._batch(rows[done : done + BATCH].tolist(), batch)
+            done += len(batch)
             if time.perf_counter() - told > BETWEEN_LINES:
                 told = time.perf_counter()
-                tell(f"data  {self.split}: {min(start + BATCH, len(rows)):,} of {len(rows):,} rows tokenised")
+                tell(f"data  {self.split}: {done:,} of {len(rows):,} rows tokenised")
         self._raise_faults(len(rows))
         starts = np.concatenate([[0], np.cumsum([len(ids) for ids in self.ids], dtype=np.int64)])
         empty = np.zeros(0, dtype=np.int32)
@@ -103,23 +108,26 @@ class Preparation:
         if missing and len(rows):
             raise missing_column(missing[0], self.records.columns(), self.records.where(int(rows[0])), template)
 
-    def _batch(self, positions: Sequence[int]) -> None:
-        rendered: list[Rendered] = []
-        sources: list[int] = []
-        for position in positions:
-            where = self.records.where(position)
-            try:
-                item = self.renderer.render(self.records[position], where)
-            except RowError as fault:
-                self._bad(fault, where)
+    def _items(self, rows: np.ndarray) -> Iterator[list[Item]]:
+        for start in range(0, len(rows), BATCH):
+            yield [(self._record(at), self.records.where(at)) for at in rows[start : start + BATCH].tolist()]
+
+    def _record(self, position: int) -> Record | RowError:
+        try:
+            return self.records[position]
+        except RowError as fault:
+            return fault
+
+    def _batch(self, positions: Sequence[int], batch: Sequence[Made]) -> None:
+        for source, each in zip(positions, batch, strict=True):
+            where = self.records.where(source)
+            if isinstance(each, RowError):
+                self._bad(each, where)
                 continue
+            item, ids, labels = each
             for note in item.notes:
                 self._count(self.notes, note, where)
             self.counts["injected"] += item.injected
-            rendered.append(item)
-            sources.append(position)
-        tokens = tokenise_all(rendered, self.tokenizer)
-        for source, item, (ids, labels) in zip(sources, rendered, tokens, strict=True):
             self._document(source, item, ids, labels)
 
     def _count(self, counter: Counter[str], reason: str, where: str) -> None:

@@ -20,9 +20,9 @@ import numpy as np
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Row
+from finetune.data.ahead import Ahead
 from finetune.data.cells import RowError
 from finetune.data.loader import Order, draws
-from finetune.data.prefetch import Ahead
 from finetune.data.preparation import Preparation, Tell
 from finetune.data.record_streams import Placed, stream_records
 from finetune.data.rendering import Renderer
