@@ -107,10 +107,9 @@ def test_b11_flex_attention_gives_the_same_losses(kind: str) -> None:
 def test_b11_a_plain_causal_mask_would_be_seen() -> None:
     """The measure: without the documents' mask the same row gives another loss."""
     model = tiny("llama", "sdpa")
-    batch = collate([packed(documents())], 0)
-    assert abs(float(loss_of(model, batch, None) - alone(model))) > 0 or batch.positions is None
     whole = collate([Row(0, *(getattr(packed(documents()), n) for n in ("input_ids", "labels")), (19,), (0,))], 0)
-    assert abs(float(loss_of(model, whole, None) - alone(model))) > 1e-2
+    with torch.no_grad():
+        assert abs(float(loss_of(model, whole, None) - alone(model))) > 1e-2
 
 
 def test_b13_no_label_crosses_documents() -> None:
