@@ -64,9 +64,7 @@ class Held:
 
 
 def alone(model: nn.Module) -> torch.Tensor:
-    return sum(
-        (loss_of(model, collate([row], 0), None) for row in documents()), start=torch.zeros(())
-    )
+    return sum((loss_of(model, collate([row], 0), None) for row in documents()), start=torch.zeros(()))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

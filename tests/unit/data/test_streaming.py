@@ -103,7 +103,9 @@ def test_bad_rows_stop_with_their_line_or_are_left_out_and_told(streamed: Callab
         walk(stream)
     assert caught.value.everywhere
     stream = streamed(many, shuffle_buffer=100, on_bad_row="skip")
-    assert sorted(s for _, some, _, _ in walk(stream) for s in some) == [n for n in range(1100) if n not in (1030, 1033)]
+    assert sorted(s for _, some, _, _ in walk(stream) for s in some) == [
+        n for n in range(1100) if n not in (1030, 1033)
+    ]
     assert "rows 1,001 to 1,100: dropped 1 rows that cannot be read (" in stream[2][0]
     assert "line 1031" in stream[2][0]
     assert "line 1034" in stream[2][0]
