@@ -249,6 +249,8 @@ EVERY_KEY: dict[str, str] = {
     "data.path": "x.jsonl", "data.split": "test", "data.valid_path": "v.jsonl", "data.valid_share": "0",
     "data.template": "alpaca", "data.columns": "{instruction: question, output: answer}", "data.max_tokens": "128",
     "data.on_long": "drop", "data.on_bad_row": "skip", "data.pack": "yes", "data.train_on": "last", "data.max_rows": "9",
+    "data.mixture": "{}", "data.weights": "{}", "data.on_exhausted": "stop", "data.streaming": "no",
+    "data.shuffle_buffer": "4096", "data.workers": "2", "data.cache": "no",
     "optimizer.name": "adamw8bit", "optimizer.lr": "1e-5", "optimizer.weight_decay": "0.1", "optimizer.beta1": "0.8",
     "optimizer.beta2": "0.95", "optimizer.epsilon": "1e-6",
     "schedule.name": "linear", "schedule.warmup": "0.1", "schedule.final": "0.2",
@@ -278,10 +280,12 @@ def test_b64_every_key_given_is_in_the_resolved_recipe_and_survives_being_saved(
     recipe = load(base=tmp_path / "every.yaml")
     assert recipe.data.columns == {"instruction": "question", "output": "answer"}
     assert recipe.evaluate.sets == {"hard": "h.jsonl", "a.b": "c.jsonl"}
+    assert (recipe.data.workers, recipe.data.cache) == (2, False)
     assert recipe.run.dir == "runs/mine"
     defaults = load()
     changed = {key for key, _, _ in recipe_differences(recipe, defaults)}
     at_default = {"task", "model.path", "data.path", "data.valid_share", "train.batch_tokens", "plan.resident_blocks"}
+    at_default |= {f"data.{name}" for name in ("mixture", "weights", "on_exhausted", "streaming", "shuffle_buffer")}
     assert changed == set(EVERY_KEY) - at_default
 
     save_recipe(recipe, tmp_path / "recipe.yaml")

@@ -177,8 +177,7 @@ def test_b139_a_workers_exception_and_its_death_are_told_with_the_place_within_s
         started = time.monotonic()
         worker.process.kill()
         with pytest.raises(DataError, match="SIGKILL") as told:
-            for _ in range(2):
-                worker.take()
+            list(iter(worker.take, None))
         assert "lower data.workers" in str(told.value)
         assert time.monotonic() - started < 10
     finally:

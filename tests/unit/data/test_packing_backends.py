@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -120,8 +121,7 @@ def best_fit(lengths: list[int], limit: int) -> list[list[int]]:
     """The plain reference: longest first, each into the row with the least room that takes it."""
     rows: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # room and how recently it came to be
-    clock = 0
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for clock, index in enumerate(sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)), start=1):
         fitting = [(room, -when, row) for row, (room, when) in enumerate(rooms) if room >= lengths[index]]
         if fitting:
             row = min(fitting)[2]
@@ -130,7 +130,6 @@ def best_fit(lengths: list[int], limit: int) -> list[list[int]]:
             rows.append([])
             rooms.append((limit, 0))
         rows[row].append(index)
-        clock += 1
         rooms[row] = (rooms[row][0] - lengths[index], clock)
     return sorted((sorted(row) for row in rows), key=lambda row: row[0])
 
@@ -152,5 +151,5 @@ def test_a_hundred_thousand_documents_are_dense_and_each_stands_once() -> None:
 def test_rows_of_a_mixture_never_mix_its_parts() -> None:
     lengths, part_of = np.asarray([3, 3, 5, 2, 2, 2]), np.asarray([1, 1, 1, 2, 2, 2])
     order, cuts = pack_parts(lengths, 8, part_of)
-    assert [order[a:b].tolist() for a, b in zip(cuts, cuts[1:], strict=False)] == [[0, 2], [1], [3, 4, 5]]
+    assert [order[a:b].tolist() for a, b in pairwise(cuts)] == [[0, 2], [1], [3, 4, 5]]
     assert pack_parts(np.zeros(0, dtype=np.int64), 8, np.zeros(0))[1].tolist() == [0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def test_steps_by_tokens_take_rows_while_they_fit(streamed: Callable[..., Any], 
     sizes = [[len(rows[i].input_ids) for i in ids.tolist()] for ids, _ in order_of(recipe, rows).steps(0)]
     assert sum(map(len, sizes)) == 50
     assert all(sum(step) <= 200 for step in sizes)
-    assert all(sum(step) + after[0] > 200 for step, after in zip(sizes, sizes[1:], strict=False))
+    assert all(sum(step) + after[0] > 200 for step, after in pairwise(sizes))
 
 
 def test_bad_rows_stop_with_their_line_or_are_left_out_and_told(streamed: Callable[..., Any]) -> None:
@@ -99,7 +99,7 @@ def test_bad_rows_stop_with_their_line_or_are_left_out_and_told(streamed: Callab
     many[1030] = '{"instruction": "x", '
     many[1033] = {"instruction": "x", "output": ""}
     stream = streamed(many, shuffle_buffer=100)
-    with pytest.raises(DataError, match="2 of 100 rows cannot be used.*line 1031: broken JSON.*line 1034") as caught:
+    with pytest.raises(DataError, match=r"2 of 100 rows cannot be used.*line 1031: broken JSON.*line 1034") as caught:
         walk(stream)
     assert caught.value.everywhere
     stream = streamed(many, shuffle_buffer=100, on_bad_row="skip")
