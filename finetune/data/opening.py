@@ -100,7 +100,7 @@ def _contents(recipe: Recipe) -> dict[str, str]:
 def _content(path: str, recipe: Recipe) -> str:
     """A hash of what a path holds; for what is no local file or folder, of its records."""
     place = user_path(path, path)
-    if place.exists():
+    if path and place.exists():
         try:
             return cache.file_digest(place)
         except OSError as error:
