@@ -51,13 +51,13 @@ def loss_moments(
     cast = storage.compute * head if storage.trained and storage.cast else 0
     if chunk == 0 or storage.head_adapted:
         return _plain_moments(shape, storage, work, chunk, cast)
-    logits = min(chunk, work.tokens) * shape.vocabulary * (6 if storage.cast else 4)
+    logits = min(chunk, work.tokens) * shape.vocabulary * (6 if storage.compute < 4 else 4)
     if not gradients:
         return LossBytes(logits, hidden + cast), LossBytes(0, 0)
     forward = 2 * hidden + cast
     if not storage.trained:
         return LossBytes(logits, forward), LossBytes(0, 2 * hidden)
-    partial = storage.compute * head if storage.cast else 0
+    partial = storage.compute * head if storage.compute < 4 else 0
     return LossBytes(logits, forward + 4 * head + partial), LossBytes(0, 2 * hidden + 8 * head)
 
 
@@ -74,7 +74,9 @@ def _plain_moments(shape: Shape, storage: Storage, work: Work, chunk: int, cast:
     if not storage.trained:
         return forward, backward
     head = shape.vocabulary * shape.hidden
-    at_head = LossBytes(positions * shape.vocabulary * storage.compute, kept + (6 if storage.cast else 4) * head + copy)
+    at_head = LossBytes(
+        positions * shape.vocabulary * storage.compute, kept + (6 if storage.compute < 4 else 4) * head + copy
+    )
     return forward, max(backward, at_head, key=lambda moment: moment.total)
 
 

@@ -81,7 +81,7 @@ def estimate(shape: Shape, recipe: Recipe, plan: Plan, facts: Facts) -> Estimate
     tensors = trained_tensors(shape, storage)
     # Shorter rows than the longest make more micro-batches where a step is so many tokens.
     several = facts.rows > plan.micro_batch or recipe.train.batch_tokens is not None
-    parts = _Parts(shape, storage, work, plan, sum(elements for elements, _ in tensors) * 4, several)
+    parts = _Parts(shape, storage, work, plan, sum(elements for elements, _ in tensors) * storage.weight, several)
     weights = {"weights": weight_bytes(shape, storage)}
     optimizer = {"optimizer": sum(facts.state_bytes(elements, role) for elements, role in tensors)}
     largest = max((elements for elements, _ in tensors), default=0) * 4
@@ -98,13 +98,13 @@ def estimate(shape: Shape, recipe: Recipe, plan: Plan, facts: Facts) -> Estimate
         phases["step"] += Bytes({"allocator": _heap(shape, storage, work)})
         return Estimate(phases, max(phases.values(), key=lambda phase: phase.total))
     largest_stored = max(shape.embedding_parameters, *(linear.parameters for linear in shape.linears), 1)
-    staging = max(LOADING_TENSORS * largest_stored * (4 if storage.trained else storage.frozen), largest)
+    staging = max(LOADING_TENSORS * largest_stored * (storage.weight if storage.trained else storage.frozen), largest)
     return Estimate(phases, Bytes({"process": HOST_PROCESS["cuda"], "staging": staging}))
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """The bytes that come and go within a step. `gradients`: those of every trained tensor, in fp32; `several`: a step may
+    """The bytes that come and go within a step. `gradients`: those of every trained tensor; `several`: a step may
     have more than one micro-batch."""
 
     shape: Shape
@@ -130,11 +130,11 @@ class _Parts:
                 "workspace": activations.block_workspace(shape, storage, work),
             }
         )
-        head = 4 * shape.vocabulary * shape.hidden if storage.trained else 0
+        head = storage.weight * shape.vocabulary * shape.hidden if storage.trained else 0
         last = (
             0
             if not storage.trained
-            else 4 * (shape.block_parameters + (0 if shape.tied else shape.embedding_parameters))
+            else storage.weight * (shape.block_parameters + (0 if shape.tied else shape.embedding_parameters))
         )
         norm = Bytes({"workspace": activations.norm_workspace(shape, storage, work)})
         return [

@@ -34,8 +34,8 @@ with the micro-batch."""
 EQUAL = 0.01
 """Plans within this share of the fastest count as equally fast; the one that needs least memory is taken."""
 
-OptimizerBytes = Callable[[str], StateBytes]
-"""The state bytes of an optimizer by its name."""
+OptimizerBytes = Callable[[Recipe], StateBytes]
+"""The state bytes of a recipe's optimizer."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,12 @@ class Decision:
     facts: Facts
 
 
-def optimizer_bytes(name: str) -> StateBytes:
-    """The state bytes of a row of the optimizer table."""
-    from finetune.optim.table import row_of
+def optimizer_bytes(recipe: Recipe) -> StateBytes:
+    """The state bytes of the recipe's row of the optimizer table."""
+    from finetune.optim.table import tensor_bytes
 
-    return row_of(name).state_bytes
+    trained = recipe.model.trained if recipe.adapter.kind == "none" else "fp32"
+    return lambda elements, role: tensor_bytes(recipe.optimizer, trained, elements, role)
 
 
 def decide(
@@ -137,7 +138,7 @@ class Space:
 
     @property
     def facts(self) -> Facts:
-        return Facts(self.longest_row, self.precision, self.optimizers(self.recipe.optimizer.name), self.rows)
+        return Facts(self.longest_row, self.precision, self.optimizers(self.recipe), self.rows)
 
     def candidates(self) -> list[Candidate]:
         """Every plan, larger micro-batches and fewer levers first; times are relative to the fastest."""

@@ -24,8 +24,9 @@ from finetune.planner.report import as_dict, plan_dict, refused_as_dict, render
 from finetune.planner.words import size
 
 
-def optimizers(name: str) -> StateBytes:
+def optimizers(recipe: Recipe) -> StateBytes:
     """As the optimizer table has them."""
+    name = recipe.optimizer.name
     if name == "adamw":
         return lambda elements, role: 8 * elements + 4
     assert name == "adamw8bit"
