@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.kernels.adamw import CORRECTION, RULES, Scalars, States, new_states, update_
+from finetune.kernels.adamw import CORRECTION, RULES, SLICE_ELEMENTS, Scalars, States, new_states, update_
 from finetune.kernels.stochastic_rounding import Draws, join, round_stochastically, split
 from finetune.optim.groups import PER_TENSOR
 
@@ -99,7 +99,7 @@ class Rounded(torch.optim.Optimizer):
         rest = state.get(CORRECTION)
         if self.trained == SPLIT and rest is None:
             rest = torch.zeros(parameter.numel(), dtype=torch.int16, device=parameter.device)
-        flat = parameter.detach().reshape(-1)
+        flat = parameter.detach().view(-1)
         stand_in.data = (flat.float() if rest is None else join(flat, rest)).view(parameter.shape)
         stand_in.grad = parameter.grad.float()
         kept = {key: value for key, value in state.items() if key not in (CORRECTION, "updates")}
@@ -107,14 +107,26 @@ class Rounded(torch.optim.Optimizer):
             inner.state[stand_in] = kept
         inner.step()
         state.update(inner.state[stand_in], updates=step)
-        wide = stand_in.detach().reshape(-1)
         if rest is not None:
-            narrow, rest = split(wide)
             state[CORRECTION] = rest
-        else:
-            narrow = round_stochastically(wide, Draws(self.seed, step, place)) if self.trained == STOCHASTIC else wide
-        parameter.copy_(narrow.view(parameter.shape))
+        draws = Draws(self.seed, step, place) if self.trained == STOCHASTIC else None
+        _round_back(stand_in.detach().reshape(-1), flat, rest, draws)
         stand_in.data, stand_in.grad = torch.empty(0, device=parameter.device), None
+
+
+def _round_back(wide_N: Tensor, weight_N: Tensor, rest_N: Tensor | None, draws: Draws | None) -> None:
+    """Writes fp32 values into a bf16 weight, slice by slice: with their rest, by draws, or to the nearest."""
+    together = SLICE_ELEMENTS.get(wide_N.device.type, 2**20)
+    for start in range(0, wide_N.numel(), together):
+        part = slice(start, min(start + together, wide_N.numel()))
+        if rest_N is not None:
+            narrow_N, rest = split(wide_N[part])
+            rest_N[part].copy_(rest)
+        elif draws is not None:
+            narrow_N = round_stochastically(wide_N[part], draws.after(start))
+        else:
+            narrow_N = wide_N[part]
+        weight_N[part].copy_(narrow_N)
 
 
 class Joined(torch.optim.Optimizer):

@@ -25,6 +25,10 @@ BLOCK_8BIT = 256
 """Elements that share one scale in an 8-bit or fp8 state, ours and bitsandbytes' alike."""
 BLOCK_4BIT = 64
 """The same in a 4-bit state."""
+SLICE_BYTES, CODING_BYTES = 28, 40
+"""Bytes of temporaries an element of a slice (kernels/adamw), at their widest: drawing and rounding; coding a state. Counted."""
+CPU_SLICE, GPU_SLICE = 2**18, 2**23
+"""Elements of a slice."""
 SHOWN = 6
 """Names that a notice lists."""
 
@@ -46,7 +50,8 @@ class OptimizerRow:
     """One optimizer. `state_bytes(facts)` are the bytes of state of one tensor; `shared_bytes` come once a run.
 
     `exact` is false where the state is an approximation, which only a person may choose (the planner never does). `keys` are
-    the keys of the recipe's section that it uses, of those that not all do. `fp32_only`: it trains no 16-bit weights.
+    the keys of the recipe's section that it uses, of those that not all do. `workspace(elements, device, narrow)` are the
+    temporaries of the largest tensor's update; `narrow`: over 16-bit weights. `fp32_only`: it trains no 16-bit weights.
     """
 
     name: str
@@ -55,6 +60,7 @@ class OptimizerRow:
     exact: bool
     note: str
     keys: tuple[str, ...]
+    workspace: Callable[[int, str, bool], int]
     shared_bytes: int = 0
     fp32_only: bool = False
 
@@ -88,44 +94,71 @@ def _muon_bytes(facts: TensorFacts) -> int:
     return 4 * facts.elements if is_matrix(facts.role, dimensions) else _adamw_bytes(facts)
 
 
+def _sliced(on_gpu: bool, each: int = SLICE_BYTES) -> Callable[[int, str, bool], int]:
+    """Our plain form's, slice by slice; on a GPU the kernel of AdamW has none."""
+
+    def count(elements: int, device: str, narrow: bool) -> int:
+        if device == "cpu":
+            return each * min(elements, CPU_SLICE)
+        return each * min(elements, GPU_SLICE) if on_gpu else 0
+
+    return count
+
+
+def _adamw_workspace(elements: int, device: str, narrow: bool) -> int:
+    # torch's has none on a GPU where it is fused, and two tensors (root and quotient) on a CPU.
+    if narrow:
+        return _sliced(False)(elements, device, narrow)
+    return 8 * elements if device == "cpu" else 0
+
+
+def _whole(each: int) -> Callable[[int, str, bool], int]:
+    """`each` bytes an element, and over 16-bit weights an fp32 weight and gradient to stand in, and a slice's rounding."""
+
+    def count(elements: int, device: str, narrow: bool) -> int:
+        return each * elements + (8 * elements + _sliced(True)(elements, device, narrow) if narrow else 0)
+
+    return count
+
+
 ADAM_KEYS = ("beta1", "beta2", "epsilon")
 CODED_KEYS = (*ADAM_KEYS, "full_state")
 
 _ROWS = (
-    OptimizerRow("adamw", builders.adamw, _adamw_bytes, True, "AdamW, both moments in fp32", ADAM_KEYS),
+    OptimizerRow("adamw", builders.adamw, _adamw_bytes, True, "AdamW, both moments in fp32", ADAM_KEYS, _adamw_workspace),
     OptimizerRow(
         "adamw8bit", builders.coded("8bit", "adamw"), _coded_bytes(8, BLOCK_8BIT), False,
-        "AdamW with moments in 8 bits; tensors under 4096 elements and those of optimizer.full_state keep fp32", CODED_KEYS,
+        "AdamW with moments in 8 bits; tensors under 4096 elements and those of optimizer.full_state keep fp32", CODED_KEYS, _sliced(False, CODING_BYTES),
     ),
     OptimizerRow(
         "paged_adamw8bit", builders.paged_adamw8bit, _coded_bytes(8, BLOCK_8BIT), False,
-        "bitsandbytes' 8-bit AdamW in memory that moves to the host when the GPU is full; needs a GPU", CODED_KEYS,
+        "bitsandbytes' 8-bit AdamW in memory that moves to the host when the GPU is full; needs a GPU", CODED_KEYS, lambda *_: 0,
         # Two tables of 256 fp32 values say what the 8-bit codes mean.
         shared_bytes=2 * 256 * 4, fp32_only=True,
     ),
     OptimizerRow(
         "adamw4bit", builders.coded("4bit", "adamw"), _coded_bytes(4, BLOCK_4BIT), False,
-        "AdamW with moments in 4 bits, for when 8 do not fit; the same tensors keep fp32", CODED_KEYS,
+        "AdamW with moments in 4 bits, for when 8 do not fit; the same tensors keep fp32", CODED_KEYS, _sliced(False, CODING_BYTES),
     ),
     OptimizerRow(
         "adamwfp8", builders.coded("fp8", "adamw"), _coded_bytes(8, BLOCK_8BIT), False,
-        "AdamW with moments in float8 e4m3 with a scale a block; the same tensors keep fp32", CODED_KEYS,
+        "AdamW with moments in float8 e4m3 with a scale a block; the same tensors keep fp32", CODED_KEYS, _sliced(False, CODING_BYTES),
     ),
     OptimizerRow(
         "adafactor", builders.adafactor, _adafactor_bytes, True,
-        "torch's Adafactor: a mean a row and a column; the rate is relative to each tensor's size", (),
+        "torch's Adafactor: a mean a row and a column; the rate is relative to each tensor's size", (), _whole(12),
     ),
     OptimizerRow(
         "lion", builders.coded("fp32", "lion"), lambda facts: 4 * facts.elements, True,
-        "Lion: steps of lr by sign; a third to a tenth of AdamW's rate is usual", ("beta1", "beta2"),
+        "Lion: steps of lr by sign; a third to a tenth of AdamW's rate is usual", ("beta1", "beta2"), _sliced(True),
     ),
     OptimizerRow(
         "sgd", builders.coded("fp32", "sgd"), lambda facts: 4 * facts.elements, True,
-        "SGD with momentum beta1 and decoupled decay", ("beta1",),
+        "SGD with momentum beta1 and decoupled decay", ("beta1",), _sliced(True),
     ),
     OptimizerRow(
         "muon", builders.muon, _muon_bytes, True,
-        "torch's Muon for matrices, at AdamW's rates; AdamW for vectors, embeddings and the head", ADAM_KEYS,
+        "torch's Muon for matrices, at AdamW's rates; AdamW for vectors, embeddings and the head", ADAM_KEYS, _whole(16),
     ),
 )  # fmt: skip
 OPTIMIZERS: dict[str, OptimizerRow] = {row.name: row for row in _ROWS}

@@ -18,7 +18,7 @@ from finetune.memory.checkpointing import step_operations
 from finetune.memory.storage import Storage, Work, storage_of
 from finetune.memory.table import LEVERS
 from finetune.planner.budget import Budget, budget_of, device_of, precision_of
-from finetune.planner.estimate import Estimate, Facts, StateBytes, estimate
+from finetune.planner.estimate import Estimate, Facts, StateBytes, UpdateBytes, estimate
 from finetune.planner.hardware import Hardware
 from finetune.planner.pins import check_built, lever_choices, micro_batches, pinned_fields
 from finetune.planner.words import size
@@ -75,6 +75,14 @@ def optimizer_bytes(recipe: Recipe) -> StateBytes:
 
     trained = recipe.model.trained if recipe.adapter.kind == "none" else "fp32"
     return lambda elements, role: tensor_bytes(recipe.optimizer, trained, elements, role)
+
+
+def update_bytes(recipe: Recipe) -> UpdateBytes:
+    """The temporaries of an update by the recipe's row of the optimizer table."""
+    from finetune.optim.table import row_of
+
+    narrow = recipe.adapter.kind == "none" and recipe.model.trained != "fp32"
+    return lambda elements, device: row_of(recipe.optimizer.name).workspace(elements, device, narrow)
 
 
 def decide(
@@ -138,7 +146,8 @@ class Space:
 
     @property
     def facts(self) -> Facts:
-        return Facts(self.longest_row, self.precision, self.optimizers(self.recipe), self.rows)
+        states, update = self.optimizers(self.recipe), update_bytes(self.recipe)
+        return Facts(self.longest_row, self.precision, states, self.rows, update)
 
     def candidates(self) -> list[Candidate]:
         """Every plan, larger micro-batches and fewer levers first; times are relative to the fastest."""

@@ -55,9 +55,7 @@ def compiled(form: str, weight: int) -> Any:
     }
     missing = {name: None for name, kind in signature.items() if kind == "constexpr" and name not in CONSTANTS}
     source = ASTSource(fn=adamw_kernel, signature=signature, constexprs={**values, **missing})
-    return triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": False}
-    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "enable_fp_fusion": False})
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -21,7 +21,9 @@ def parameters(
     shapes: Mapping[str, tuple[int, ...]] = SHAPES, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: nn.Parameter((torch.randn(shape, generator=generator) * 0.1).to(dtype)) for name, shape in shapes.items()}
+    return {
+        name: nn.Parameter((torch.randn(shape, generator=generator) * 0.1).to(dtype)) for name, shape in shapes.items()
+    }
 
 
 def take_steps(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], steps: range | int) -> None:

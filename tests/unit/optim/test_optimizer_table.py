@@ -252,7 +252,7 @@ def test_adamw_equals_torch_with_the_sections_options() -> None:
 def test_rate_of_every_group_is_the_sections_and_can_be_set() -> None:
     named = parameters()
     optimizer = build(OptimizerSection(name="adamw8bit", lr=0.5), named)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5] * 4
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5] * 3
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     for group in optimizer.param_groups:
         group["lr"] = 0.0
