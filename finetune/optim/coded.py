@@ -33,7 +33,7 @@ class Coded(torch.optim.Optimizer):
         self.seed = seed
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
@@ -83,7 +83,7 @@ class Rounded(torch.optim.Optimizer):
             self.inner.append(made)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient."""
         for group, made in zip(self.param_groups, self.inner, strict=True):
             for place, parameter, (stand_in, inner) in zip(group["places"], group["params"], made, strict=True):
@@ -101,6 +101,7 @@ class Rounded(torch.optim.Optimizer):
             rest = torch.zeros(parameter.numel(), dtype=torch.int16, device=parameter.device)
         flat = parameter.detach().view(-1)
         stand_in.data = (flat.float() if rest is None else join(flat, rest)).view(parameter.shape)
+        assert parameter.grad is not None
         stand_in.grad = parameter.grad.float()
         kept = {key: value for key, value in state.items() if key not in (CORRECTION, "updates")}
         if kept:
@@ -141,7 +142,7 @@ class Joined(torch.optim.Optimizer):
             part.state = self.state
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """A step of every part."""
         for part in self.parts:
             part.step()

@@ -85,7 +85,8 @@ def parameter_groups(
     """
     role = {name: (roles or {}).get(name, role_by_name(name)) for name in named}
     chosen = {name: _pattern_of(name, wanted or {}) for name in named}
-    for pattern in wanted or {}:
+    patterns = list(wanted or {})
+    for pattern in patterns:
         if pattern not in chosen.values():
             raise InputError(
                 f"no trained parameter is left for the pattern {pattern!r}",
@@ -93,14 +94,14 @@ def parameter_groups(
                 f"names look like {next(iter(named))}; of several patterns the first that matches counts",
             )
     groups = []
-    for pattern in (None, *(wanted or {})):
-        changes = group_changes((wanted or {})[pattern]) if pattern is not None else {}
-        mine = [name for name in named if chosen[name] == pattern]
+    for each in (None, *patterns):
+        changes = group_changes((wanted or {})[each]) if each is not None else {}
+        mine = [name for name in named if chosen[name] == each]
         decayed = [name for name in mine if named[name].dim() >= 2 and role[name] != EMBEDDING]
         plain = [name for name in mine if name not in set(decayed)]
-        parts = ((decayed, weight_decay), (plain, 0.0))
+        parts = [(decayed, weight_decay), (plain, 0.0)]
         if "weight_decay" in changes:
-            parts = ((mine, changes["weight_decay"]),)
+            parts = [(mine, changes["weight_decay"])]
         groups += [_group(names, named, role, decay, changes.get("lr_factor", 1.0)) for names, decay in parts if names]
     return groups
 
