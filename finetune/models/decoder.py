@@ -62,6 +62,10 @@ def hidden_states(model: Model, batch: Batch) -> Tensor:
     Adapters act, since peft puts its layers into the backbone itself. Raises ModelError when the batch is packed and
     the model's attention has no known mask.
     """
+    if model.fast is not None:
+        from finetune.models.fast import backbone
+
+        return backbone.hidden_states(model, batch, model.fast)
     arguments: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False, "return_dict": True}
     if batch.document_ids is not None:
         arguments["attention_mask"] = packed_masks(model, batch.document_ids)
