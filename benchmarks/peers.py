@@ -93,7 +93,7 @@ def ours(cell: argparse.Namespace, place: Path) -> dict[str, Any]:
         "model": {
             "path": str(model_folder(cell.shape, place)),
             "base": "nf4" if cell.method == "qlora" else "same",
-            "trained": "stochastic" if full else "fp32",
+            **({"trained": "stochastic"} if full else {}),
         },
         "adapter": {"kind": "none"} if full else {"kind": "lora", "rank": 16, "alpha": 16},
         "data": {"path": str(rows_file(cell.shape, place, ROWS * cell.steps)), "template": "text", "max_tokens": LENGTH},

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from finetune.kernels.adapted_linear import Leaf, adapted_linears, adapted_linears_reference
+from finetune.kernels.keyed_dropout import apply_mask, keep_mask, row_keys
+from finetune.kernels.linear_cross_entropy import linear_cross_entropy_reference, linear_cross_entropy_sum
 from finetune.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from finetune.kernels.rotary import rotary_, rotary_reference
 from finetune.kernels.swiglu import swiglu, swiglu_backward_, swiglu_reference
@@ -130,3 +132,37 @@ def test_packed_attention_is_each_document_alone(backend: str, window: int | Non
     close(packed, alone)
     for mine, theirs in zip(found, wanted, strict=True):
         close(mine, theirs, 3.0)
+
+
+@pytest.mark.parametrize("vocabulary", [128256, 1000, 49152])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_chunked_loss(vocabulary: int, weighted: bool) -> None:
+    hidden = normal(700, 256).requires_grad_()
+    head = (normal(vocabulary, 256, seed=1) / 4).requires_grad_()
+    labels = torch.randint(0, vocabulary, (700,), device="cuda")
+    labels[::7] = -100
+    weights = torch.rand(700, device="cuda") if weighted else None
+    loss = linear_cross_entropy_sum(hidden, head, labels, weights_N=weights, chunk=256)
+    loss.backward()
+    wide = [t.detach().float().requires_grad_() for t in (hidden, head)]
+    wanted = linear_cross_entropy_reference(*wide, labels, weights_N=weights)
+    wanted.backward()
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=2e-3)
+    close(hidden.grad, wide[0].grad, 4.0)
+    close(head.grad, wide[1].grad, 4.0)
+
+
+def test_flash_attention_gives_the_same_bits_twice() -> None:
+    q, k, v = (normal(2, 1024, heads, 128, seed=heads + 1).requires_grad_() for heads in (8, 2, 2))
+    grad = normal(2, 1024, 8, 128, seed=7)
+    runs = [torch.autograd.grad(attend(q, k, v, Look("flash"), None, 0.1), (q, k, v), grad) for _ in range(4)]
+    assert all(torch.equal(one, other) for run in runs[1:] for one, other in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dropped", [0.1, 0.999, 1e-6])
+def test_keyed_dropout_drops_what_the_plain_form_drops(dtype: torch.dtype, dropped: float) -> None:
+    x = normal(3, 130, 5000).to(dtype)
+    keys = row_keys(2**40 + 3, 17, 5, torch.tensor([4, 2**33 + 1, 0], device="cuda"))
+    wanted = torch.where(keep_mask(keys, range(130), 5000, dropped), x * (1.0 / (1.0 - dropped)), 0.0)
+    assert torch.equal(apply_mask(x, keys, dropped), wanted)

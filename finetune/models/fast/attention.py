@@ -111,4 +111,8 @@ def _varlen(
 
 
 def _kernel(backend: str) -> AbstractContextManager[None]:
-    return nullcontext() if backend == "auto" else sdpa_kernel(BACKENDS[backend])
+    """The named kernel first; the others for shapes that it does not take (cuDNN: rows of one token)."""
+    if backend == "auto":
+        return nullcontext()
+    first = BACKENDS[backend]
+    return sdpa_kernel([first, *(other for other in BACKENDS.values() if other != first)], set_priority=True)
