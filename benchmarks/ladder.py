@@ -73,9 +73,7 @@ def main() -> int:
     arguments.place.mkdir(parents=True, exist_ok=True)
     if arguments.rung is not None:
         name, method, pins = RUNGS[arguments.rung]
-        cell = argparse.Namespace(
-            tool="ours", method=method, shape=arguments.shape, steps=arguments.steps, plan=pins
-        )
+        cell = argparse.Namespace(tool="ours", method=method, shape=arguments.shape, steps=arguments.steps, plan=pins)
         print(json.dumps({"rung": name, **peers.measure(cell, arguments.place)}), flush=True)
         return 0
     failed = 0

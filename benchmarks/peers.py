@@ -96,7 +96,11 @@ def ours(cell: argparse.Namespace, place: Path) -> dict[str, Any]:
             **({"trained": "stochastic"} if full else {}),
         },
         "adapter": {"kind": "none"} if full else {"kind": "lora", "rank": 16, "alpha": 16},
-        "data": {"path": str(rows_file(cell.shape, place, ROWS * cell.steps)), "template": "text", "max_tokens": LENGTH},
+        "data": {
+            "path": str(rows_file(cell.shape, place, ROWS * cell.steps)),
+            "template": "text",
+            "max_tokens": LENGTH,
+        },
         "optimizer": optimizer,
         "schedule": {"name": "constant"},
         "train": {"batch": ROWS, "max_steps": cell.steps},
@@ -264,7 +268,9 @@ def main() -> int:
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--plan", action="append", default=[], metavar="KEY=VALUE", help="a pin of ours: plan.KEY=VALUE")
+    parser.add_argument(
+        "--plan", action="append", default=[], metavar="KEY=VALUE", help="a pin of ours: plan.KEY=VALUE"
+    )
     parser.add_argument("--place", type=Path, default=Path(tempfile.gettempdir()) / "finetune-peers")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()

@@ -29,28 +29,41 @@ from finetune.kernels.keyed_dropout import apply_mask
 class Draws:
     """Keyed dropout of an adapter's input: one key a row (int64 [B]) and the share dropped."""
 
-    keys_B: Tensor
+    keys: Tensor
     dropped: float
+
+    def apply(self, x: Tensor) -> Tensor:
+        """x [B, S, K] with this mask; it is its own transpose, so backward calls it on a gradient."""
+        return apply_mask(x, self.keys, self.dropped)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA: `a` [R, K] and `b` [O, R], fp32, whose product acts times `scale`."""
+
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+    draws: Draws | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One linear: `frozen` gives its weight [O, K] in the compute dtype, or `weight` is its trained parameter.
-
-    `a_RK` and `b_OR` are the adapter's factors (None: no adapter), their product times `scale`.
-    """
+    """One linear: `frozen` gives its weight [O, K] in the compute dtype, or `weight` is its trained parameter."""
 
     frozen: Callable[[], Tensor] | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
-    a_RK: Tensor | None = None
-    b_OR: Tensor | None = None
-    scale: float = 1.0
-    draws: Draws | None = None
+    adapter: Adapter | None = None
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What may have a gradient, in the order of `TENSORS`."""
-        return self.weight, self.bias, self.a_RK, self.b_OR
+        """What may have a gradient: weight, bias, a, b (TENSORS of them)."""
+        adapter = (None, None) if self.adapter is None else (self.adapter.a, self.adapter.b)
+        return self.weight, self.bias, *adapter
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The weight [O, K] in the compute dtype."""
@@ -69,10 +82,10 @@ def adapted_linears_reference(x: Tensor, leaves: Sequence[Leaf]) -> tuple[Tensor
     outs = []
     for leaf in leaves:
         out = functional.linear(x, leaf.matrix(x.dtype), None if leaf.bias is None else leaf.bias.to(x.dtype))
-        if leaf.a_RK is not None and leaf.b_OR is not None:
-            read = x if leaf.draws is None else apply_mask(x, leaf.draws.keys_B, leaf.draws.dropped)
-            thin = functional.linear(read, leaf.a_RK.to(x.dtype))
-            out = out + leaf.scale * functional.linear(thin, leaf.b_OR.to(x.dtype))
+        adapter = leaf.adapter
+        if adapter is not None:
+            thin = functional.linear(_read(x, adapter), adapter.a.to(x.dtype))
+            out = out + adapter.scale * functional.linear(thin, adapter.b.to(x.dtype))
         outs.append(out)
     return tuple(outs)
 
@@ -85,7 +98,7 @@ def adapted_linears(x: Tensor, leaves: Sequence[Leaf]) -> tuple[Tensor, ...]:
 def run(x: Tensor, leaves: Sequence[Leaf]) -> tuple[list[Tensor], Tensor | None]:
     """(outputs, the thin products [N, sum of R] that backward wants). To be called without gradients."""
     x_NK = x.reshape(-1, x.shape[-1])
-    thin = _thin(x, x_NK, leaves)
+    thin = thin_products(x, leaves)
     outs, first = [], 0
     for leaf in leaves:
         weight = leaf.matrix(x.dtype)
@@ -96,10 +109,10 @@ def run(x: Tensor, leaves: Sequence[Leaf]) -> tuple[list[Tensor], Tensor | None]
             torch.mm(x_NK, weight.t(), out=out_NO)
         else:
             torch.addmm(leaf.bias.to(x.dtype), x_NK, weight.t(), out=out_NO)
-        if leaf.a_RK is not None and leaf.b_OR is not None and thin is not None:
-            rank = leaf.a_RK.shape[0]
-            out_NO.addmm_(thin[:, first : first + rank], leaf.b_OR.to(x.dtype).t(), alpha=leaf.scale)
-            first += rank
+        if leaf.adapter is not None and thin is not None:
+            last = first + leaf.adapter.rank
+            out_NO.addmm_(thin[:, first:last], leaf.adapter.b.to(x.dtype).t(), alpha=leaf.adapter.scale)
+            first = last
         outs.append(out)
     return outs, thin
 
@@ -112,13 +125,13 @@ def back(
     `need[0]` is x's, then TENSORS a leaf. `x` may be None where no tensor's gradient reads it (frozen, no adapter).
     """
     shape, dtype = grads[0].shape[:-1], grads[0].dtype
-    grads_NO = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
     x_NK = None if x is None else x.reshape(-1, x.shape[-1])
     dx_NK: Tensor | None = None
     found: list[Tensor | None] = []
-    slopes: list[Tensor] = []
+    slopes: list[tuple[int, Tensor]] = []
     first = 0
-    for number, (grad_NO, leaf) in enumerate(zip(grads_NO, leaves, strict=True)):
+    for number, (grad, leaf) in enumerate(zip(grads, leaves, strict=True)):
+        grad_NO = grad.reshape(-1, grad.shape[-1])
         wanted = need[1 + number * TENSORS : 1 + (number + 1) * TENSORS]
         own: list[Tensor | None] = [None] * TENSORS
         if wanted[0] and leaf.weight is not None and x_NK is not None:
@@ -127,70 +140,74 @@ def back(
             own[1] = grad_NO.sum(0, dtype=torch.promote_types(leaf.bias.dtype, torch.float32)).to(leaf.bias.dtype)
         if need[0]:
             dx_NK = _add_product(dx_NK, grad_NO, leaf.matrix(dtype))
-        if leaf.a_RK is not None and leaf.b_OR is not None and thin is not None and x is not None and x_NK is not None:
-            rank = leaf.a_RK.shape[0]
-            thin_NR = thin[:, first : first + rank]
-            first += rank
+        adapter = leaf.adapter
+        if adapter is not None and thin is not None and x is not None:
+            thin_NR = thin[:, first : first + adapter.rank]
+            first += adapter.rank
             if wanted[3]:
-                own[3] = product(grad_NO.t(), thin_NR, leaf.b_OR.dtype).mul_(leaf.scale)
-            slope_NR = (grad_NO @ leaf.b_OR.to(dtype)).mul_(leaf.scale)
-            if leaf.draws is None:
-                slopes.append(slope_NR)
+                own[3] = product(grad_NO.t(), thin_NR, adapter.b.dtype).mul_(adapter.scale)
+            slope_NR = (grad_NO @ adapter.b.to(dtype)).mul_(adapter.scale)
+            if adapter.draws is None:
+                slopes.append((number, slope_NR))
             else:
-                read_NK = apply_mask(x, leaf.draws.keys_B, leaf.draws.dropped).view(x_NK.shape)
-                own[2] = product(slope_NR.t(), read_NK, leaf.a_RK.dtype) if wanted[2] else None
-                del read_NK
-                if need[0]:
-                    back_BSK = (slope_NR @ leaf.a_RK.to(dtype)).view(x.shape)
-                    part = apply_mask(back_BSK, leaf.draws.keys_B, leaf.draws.dropped).view(x_NK.shape)
-                    dx_NK = part if dx_NK is None else dx_NK.add_(part)
+                own[2], dx_NK = _dropped(slope_NR, x, adapter, dx_NK, (wanted[2], need[0]))
         found += own
     if slopes and x_NK is not None:
-        dx_NK = _shared(slopes, x_NK, leaves, need, found, dx_NK)
+        dx_NK = _shared(slopes, x_NK, leaves, need[0], found, dx_NK)
     return None if dx_NK is None else dx_NK.view(*shape, -1), tuple(found)
 
 
-def _thin(x: Tensor, x_NK: Tensor, leaves: Sequence[Leaf]) -> Tensor | None:
-    """x A^T of every adapter, side by side; adapters without dropout in one product."""
-    adapted = [leaf for leaf in leaves if leaf.a_RK is not None]
-    if not adapted:
+def thin_products(x: Tensor, leaves: Sequence[Leaf]) -> Tensor | None:
+    """drop(x) a^T of every adapter, side by side [N, sum of R]; adapters without dropout in one product."""
+    adapters = [leaf.adapter for leaf in leaves if leaf.adapter is not None]
+    if not adapters:
         return None
-    if all(leaf.draws is None for leaf in adapted):
-        return x_NK @ _stacked(adapted, x.dtype).t()
-    parts = []
-    for leaf in adapted:
-        assert leaf.a_RK is not None
-        read = x if leaf.draws is None else apply_mask(x, leaf.draws.keys_B, leaf.draws.dropped)
-        parts.append(read.view(x_NK.shape) @ leaf.a_RK.to(x.dtype).t())
+    x_NK = x.reshape(-1, x.shape[-1])
+    if all(adapter.draws is None for adapter in adapters):
+        return x_NK @ _stacked(adapters, x.dtype).t()
+    parts = [_read(x, adapter).view(x_NK.shape) @ adapter.a.to(x.dtype).t() for adapter in adapters]
     return torch.cat(parts, 1)
 
 
-def _stacked(adapted: Sequence[Leaf], dtype: torch.dtype) -> Tensor:
-    """The A factors of the leaves, one under the other, in the compute dtype."""
-    factors = [leaf.a_RK for leaf in adapted if leaf.a_RK is not None]
-    return factors[0].to(dtype) if len(factors) == 1 else torch.cat(factors).to(dtype)
+def _read(x: Tensor, adapter: Adapter) -> Tensor:
+    return x if adapter.draws is None else adapter.draws.apply(x)
+
+
+def _stacked(adapters: Sequence[Adapter], dtype: torch.dtype) -> Tensor:
+    """The first factors, one under the other, in the compute dtype."""
+    return adapters[0].a.to(dtype) if len(adapters) == 1 else torch.cat([adapter.a for adapter in adapters]).to(dtype)
+
+
+def _dropped(
+    slope_NR: Tensor, x: Tensor, adapter: Adapter, dx_NK: Tensor | None, need: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """(a's gradient, x's with this adapter's part) of an adapter with dropout, whose mask is made again."""
+    assert adapter.draws is not None
+    factor = None
+    if need[0]:
+        factor = product(slope_NR.t(), adapter.draws.apply(x).view(-1, x.shape[-1]), adapter.a.dtype)
+    if not need[1]:
+        return factor, dx_NK
+    part_NK = adapter.draws.apply((slope_NR @ adapter.a.to(x.dtype)).view(x.shape)).view(-1, x.shape[-1])
+    return factor, part_NK if dx_NK is None else dx_NK.add_(part_NK)
 
 
 def _shared(
-    slopes: list[Tensor],
+    slopes: list[tuple[int, Tensor]],
     x_NK: Tensor,
     leaves: Sequence[Leaf],
-    need: Sequence[bool],
+    need_x: bool,
     found: list[Tensor | None],
     dx_NK: Tensor | None,
 ) -> Tensor | None:
-    """The A gradients of the adapters without dropout (put into `found`) and their part of x's, a product each."""
-    numbers = [i for i, leaf in enumerate(leaves) if leaf.a_RK is not None and leaf.draws is None]
-    slope_NR = slopes[0] if len(slopes) == 1 else torch.cat(slopes, 1)
-    dtype = leaves[numbers[0]].a_RK.dtype  # type: ignore[union-attr]
-    factor_grads = product(slope_NR.t(), x_NK, dtype)
-    ranks = [leaves[i].a_RK.shape[0] for i in numbers]  # type: ignore[union-attr]
-    for number, grad in zip(numbers, factor_grads.split(ranks), strict=True):
-        if need[1 + number * TENSORS + 2]:
-            found[number * TENSORS + 2] = grad
-    if not need[0]:
-        return dx_NK
-    return _add_product(dx_NK, slope_NR, _stacked([leaves[i] for i in numbers], x_NK.dtype))
+    """Gradients of the first factors of adapters without dropout (put into `found`) and their part of x's, a product each."""
+    adapters = [leaves[number].adapter for number, _ in slopes]
+    known = [adapter for adapter in adapters if adapter is not None]
+    slope_NR = slopes[0][1] if len(slopes) == 1 else torch.cat([slope for _, slope in slopes], 1)
+    factors = product(slope_NR.t(), x_NK, known[0].a.dtype).split([adapter.rank for adapter in known])
+    for (number, _), factor in zip(slopes, factors, strict=True):
+        found[number * TENSORS + 2] = factor
+    return _add_product(dx_NK, slope_NR, _stacked(known, x_NK.dtype)) if need_x else dx_NK
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
@@ -207,22 +224,20 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def with_tensors(leaves: Sequence[Leaf], tensors: Sequence[Tensor | None]) -> list[Leaf]:
-    """The leaves with their tensors replaced by these, TENSORS each."""
-    return [
-        replace(
-            leaf,
-            weight=tensors[i * TENSORS],
-            bias=tensors[i * TENSORS + 1],
-            a_RK=tensors[i * TENSORS + 2],
-            b_OR=tensors[i * TENSORS + 3],
-        )
-        for i, leaf in enumerate(leaves)
-    ]
+    """The leaves with their tensors replaced by these, TENSORS each; None in the place of an adapter's keeps its own."""
+    filled = []
+    for number, leaf in enumerate(leaves):
+        weight, bias, a, b = tensors[number * TENSORS : (number + 1) * TENSORS]
+        adapter = leaf.adapter
+        if adapter is not None and a is not None and b is not None:
+            adapter = replace(adapter, a=a, b=b)
+        filled.append(replace(leaf, weight=weight, bias=bias, adapter=adapter))
+    return filled
 
 
 def reads_input(leaves: Sequence[Leaf]) -> bool:
     """Whether any gradient of the leaves' own tensors needs the input."""
-    return any(leaf.weight is not None or leaf.a_RK is not None for leaf in leaves)
+    return any(leaf.weight is not None or leaf.adapter is not None for leaf in leaves)
 
 
 class _AdaptedLinears(torch.autograd.Function):

@@ -75,32 +75,25 @@ def back(
     grad_ND = grad.reshape(-1, grad.shape[-1])
     down = leaves.down
     inner_NI = grad_ND @ down.matrix(dtype)
-    if down.a_RK is not None and down.b_OR is not None and down.draws is None:
-        inner_NI.addmm_((grad_ND @ down.b_OR.to(dtype)).mul_(down.scale), down.a_RK.to(dtype))
-    elif down.a_RK is not None and down.b_OR is not None:
-        inner_NI = _with_dropped(inner_NI.view(*shape, -1), grad_ND, down).view(inner_NI.shape)
-    inner = inner_NI.view(*shape, -1)
-    hidden, gate_grad, up_grad = swiglu_backward_(inner, half.gate, half.up)
-    tensors_needed = need[1 + 2 * TENSORS :]
+    adapter = down.adapter
+    if adapter is not None:
+        slope_NR = (grad_ND @ adapter.b.to(dtype)).mul_(adapter.scale)
+        if adapter.draws is None:
+            inner_NI.addmm_(slope_NR, adapter.a.to(dtype))
+        else:
+            part = (slope_NR @ adapter.a.to(dtype)).view(*shape, -1)
+            inner_NI.add_(adapter.draws.apply(part).view(inner_NI.shape))
+    hidden, gate_grad, up_grad = swiglu_backward_(inner_NI.view(*shape, -1), half.gate, half.up)
+    down_need = need[1 + 2 * TENSORS :]
     down_grads: Grads = (None,) * TENSORS
-    if any(tensors_needed):
-        if thin is None:
-            thin = adapted_linear._thin(hidden, hidden.reshape(-1, hidden.shape[-1]), (down,))
-        _, down_grads = adapted_linear.back([grad], hidden, thin, (down,), (False, *tensors_needed))
-    del inner, hidden, inner_NI
+    if any(down_need):
+        thin = adapted_linear.thin_products(hidden, (down,)) if thin is None else thin
+        _, down_grads = adapted_linear.back([grad], hidden, thin, (down,), (False, *down_need))
+    del hidden, inner_NI
     dx, others = adapted_linear.back(
         [gate_grad, up_grad], x, half.thin, (leaves.gate, leaves.up), need[: 1 + 2 * TENSORS]
     )
     return dx, (*others, *down_grads)
-
-
-def _with_dropped(inner: Tensor, grad_ND: Tensor, down: Leaf) -> Tensor:
-    from finetune.kernels.keyed_dropout import apply_mask
-
-    assert down.a_RK is not None and down.b_OR is not None and down.draws is not None
-    slope_NR = (grad_ND @ down.b_OR.to(inner.dtype)).mul_(down.scale)
-    part = (slope_NR @ down.a_RK.to(inner.dtype)).view(inner.shape)
-    return inner.add_(apply_mask(part, down.draws.keys_B, down.draws.dropped))
 
 
 class _GatedMlp(torch.autograd.Function):

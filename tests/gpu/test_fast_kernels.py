@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from finetune.kernels.adapted_linear import Leaf, adapted_linears, adapted_linears_reference
+from finetune.kernels.adapted_linear import Adapter, Leaf, adapted_linears, adapted_linears_reference
 from finetune.kernels.keyed_dropout import apply_mask, keep_mask, row_keys
 from finetune.kernels.linear_cross_entropy import linear_cross_entropy_reference, linear_cross_entropy_sum
 from finetune.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
@@ -87,21 +87,21 @@ def test_rotary(heads: int, width: int, rows: int) -> None:
     close(own.grad, plain.grad)
 
 
+def adapted(weight: Tensor, seed: int, wide: bool) -> Leaf:
+    """A leaf with its own adapter; `wide`: everything in fp32."""
+    outputs = weight.shape[0]
+    a = (normal(16, 4096, seed=10 + seed).float() / 64).requires_grad_()
+    b = (normal(outputs, 16, seed=20 + seed).float() / 4).requires_grad_()
+    own = weight.float() if wide else weight
+    return Leaf(frozen=lambda: own, adapter=Adapter(a, b, 2.0))
+
+
 def test_adapted_linears() -> None:
     x = normal(4, 512, 4096).requires_grad_()
-    leaves = []
-    for number, outputs in enumerate((4096, 1024, 1024)):
-        weight = normal(outputs, 4096, seed=number) / 64
-        a = (normal(16, 4096, seed=10 + number).float() / 64).requires_grad_()
-        b = (normal(outputs, 16, seed=20 + number).float() / 4).requires_grad_()
-        leaves.append(Leaf(frozen=lambda w=weight: w, a_RK=a, b_OR=b, scale=2.0))
-    grads = [normal(4, 512, leaf.b_OR.shape[0], seed=30) for leaf in leaves]
+    weights = [normal(outputs, 4096, seed=n) / 64 for n, outputs in enumerate((4096, 1024, 1024))]
+    leaves, plain = ([adapted(weight, n, wide) for n, weight in enumerate(weights)] for wide in (False, True))
+    grads = [normal(4, 512, len(weight), seed=30) for weight in weights]
     wide = x.detach().float().requires_grad_()
-    plain = [
-        Leaf(lambda w=leaf.frozen().float(): w, None, None, leaf.a_RK.detach().clone().requires_grad_(),
-             leaf.b_OR.detach().clone().requires_grad_(), 2.0)
-        for leaf in leaves
-    ]  # fmt: skip
     wanted = adapted_linears_reference(wide, plain)
     torch.autograd.backward(wanted, [g.float() for g in grads])
     found = adapted_linears(x, leaves)
@@ -110,9 +110,9 @@ def test_adapted_linears() -> None:
         close(mine, theirs)
     close(x.grad, wide.grad, 3.0)
     for leaf, other in zip(leaves, plain, strict=True):
-        assert leaf.a_RK.grad.dtype == torch.float32
-        close(leaf.a_RK.grad, other.a_RK.grad, 3.0)
-        close(leaf.b_OR.grad, other.b_OR.grad, 3.0)
+        assert leaf.adapter.a.grad.dtype == torch.float32
+        close(leaf.adapter.a.grad, other.adapter.a.grad, 3.0)
+        close(leaf.adapter.b.grad, other.adapter.b.grad, 3.0)
 
 
 @pytest.mark.parametrize("backend", ["auto", "flash", "cudnn"])
@@ -126,7 +126,10 @@ def test_packed_attention_is_each_document_alone(backend: str, window: int | Non
     packed = attend(q, k, v, Look(backend, documents=Documents(starts, 706)), window, 0.125)
     grad = normal(1, 1024, 8, 64, seed=7)
     found = torch.autograd.grad(packed, (q, k, v), grad)
-    parts = [attend(*each, Look(backend), window, 0.125) for each in zip(*(t.split(lengths, 1) for t in (q, k, v)), strict=True)]
+    parts = [
+        attend(*each, Look(backend), window, 0.125)
+        for each in zip(*(t.split(lengths, 1) for t in (q, k, v)), strict=True)
+    ]
     alone = torch.cat(parts, 1)
     wanted = torch.autograd.grad(alone, (q, k, v), grad)
     close(packed, alone)

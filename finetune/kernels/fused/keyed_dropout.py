@@ -50,6 +50,14 @@ def apply_mask(x_BSF: Tensor, keys_B: Tensor, dropped: float) -> Tensor:
     rows, length, features = x_BSF.shape
     out_BSF = torch.empty_like(x_BSF)
     dropout_kernel[(rows * length,)](
-        x_BSF, keys_B, out_BSF, length, features, round(dropped * 2**32), 1.0 / (1.0 - dropped), BLOCK=BLOCK, num_warps=4
+        x_BSF,
+        keys_B,
+        out_BSF,
+        length,
+        features,
+        round(dropped * 2**32),
+        1.0 / (1.0 - dropped),
+        BLOCK=BLOCK,
+        num_warps=4,
     )
     return out_BSF

@@ -20,6 +20,7 @@ from finetune.kernels.rms_norm import rms_norm
 from finetune.models.fast.attention import Documents, Look, documents_of, varlen_function
 from finetune.models.fast.block import FastBlock, Inputs, fits, window_of
 
+
 @dataclass(frozen=True)
 class FastForward:
     """How a model's fast blocks run: the compute dtype, the attention kernel's name, and whether packed rows go through

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.kernels.adapted_linear import Draws, Leaf
+from finetune.kernels.adapted_linear import Adapter, Draws, Leaf
 from finetune.kernels.keyed_dropout import KeyedDropout, row_keys
 from finetune.models.quantized import dequantised, is_linear
 
@@ -42,11 +42,7 @@ def leaf(module: nn.Module, dtype: torch.dtype) -> Leaf:
     trained = weight.requires_grad
     bias = getattr(base, "bias", None)
     frozen = None if trained else _decoded(base, dtype)
-    adapter = _adapter(module)
-    if adapter is None:
-        return Leaf(frozen, weight if trained else None, bias)
-    a_RK, b_OR, scale, draws = adapter
-    return Leaf(frozen, weight if trained else None, bias, a_RK, b_OR, scale, draws)
+    return Leaf(frozen, weight if trained else None, bias, _adapter(module))
 
 
 def _base(module: nn.Module) -> nn.Module:
@@ -60,7 +56,7 @@ def _decoded(base: nn.Module, dtype: torch.dtype) -> Callable[[], Tensor]:
     return weight
 
 
-def _adapter(module: Any) -> tuple[Tensor, Tensor, float, Draws | None] | None:
+def _adapter(module: Any) -> Adapter | None:
     if not hasattr(module, "lora_A") or module.disable_adapters or module.merged or not module.active_adapters:
         return None
     name = module.active_adapters[0]
@@ -69,4 +65,4 @@ def _adapter(module: Any) -> tuple[Tensor, Tensor, float, Draws | None] | None:
     if module.training and getattr(dropout, "p", 0.0):
         key = dropout.key
         draws = Draws(row_keys(key.seed, key.step, dropout.index, key.row_ids_B), dropout.p)
-    return module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name], draws
+    return Adapter(module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name], draws)

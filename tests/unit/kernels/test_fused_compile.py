@@ -35,6 +35,8 @@ def test_it_compiles_for_hopper(file: str, name: str) -> None:
             signature[argument] = POINTERS.get(argument, "*bf16")
         else:
             signature[argument] = "fp32" if argument in FLOATS else "i64" if argument == "limit" else "i32"
-    compiled = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=constants), target=GPUTarget("cuda", 90, 32))
+    compiled = triton.compile(
+        ASTSource(fn=kernel, signature=signature, constexprs=constants), target=GPUTarget("cuda", 90, 32)
+    )
     assert compiled.metadata.shared <= 227 * 1024
     assert len(compiled.asm["cubin"]) > 0

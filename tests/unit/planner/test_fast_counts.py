@@ -21,7 +21,7 @@ from tests.unit.planner.test_estimate_counts import LENGTH, ROWS, TARGETS, built
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 def test_saved_bytes_are_as_counted(packed: bool, kind: str, precision: str, recompute: bool) -> None:
     config = config_of()
-    module, base = built(kind, config, precision)
+    module, _ = built(kind, config, precision)
     shape = shape_of(config)
     model = decoder.assemble(module, None, shape, "test")
     model.fast = backbone.install(model, "auto", torch.bfloat16 if precision == "bf16" else torch.float32)
