@@ -19,6 +19,7 @@ from finetune.errors import ModelError
 from finetune.kernels.rms_norm import rms_norm
 from finetune.models.fast.attention import Documents, Look, documents_of, varlen_function
 from finetune.models.fast.block import FastBlock, Inputs, fits, window_of
+from finetune.models.masks import document_mask
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,6 @@ def _look(model: Model, batch: Batch, fast: FastForward) -> Look:
         return Look(fast.attention)
     if fast.varlen:
         return Look(fast.attention, documents=_documents(batch))
-    from finetune.models.decoder import document_mask
-
     windows = {window_of(block.self_attn) for block in model.blocks}
     return Look(fast.attention, masks={window: document_mask(batch.document_ids, window) for window in windows})
 
