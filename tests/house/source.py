@@ -81,9 +81,10 @@ def imports(module: Module) -> Iterator[tuple[int, str]]:
 def functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every function but kernels of Triton, whose many untyped arguments are that language's own."""
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            if not any(ast.unparse(decorator).startswith("triton.") for decorator in node.decorator_list):
-                yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not any(
+            ast.unparse(decorator).startswith("triton.") for decorator in node.decorator_list
+        ):
+            yield node
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.arg]:
