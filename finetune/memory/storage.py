@@ -30,6 +30,8 @@ PLACES = {
 """Which input a block's linear reads, by the last part of its name; other names go by their widths."""
 HEAD_NAMES = ("lm_head", "embed_out", "output")
 EMBEDDING_NAMES = ("embed_tokens", "wte", "embed_in")
+FAST_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types that models/fast can run."""
 BLOCK_NUMBER = re.compile(r"(?<![^.])([0-9]+|\[[^].]*]|[*?]+)\.")
 """A part of an adapter's target that is a block's number, or a pattern of such."""
 
@@ -52,8 +54,8 @@ class Storage:
 
     `compute`, `stream`: see the file's top. `frozen`: bytes of a frozen weight outside NF4. `trained`: every parameter
     trains. `rank` and `targets`: the adapter, by names of a block's linears (0 and empty: none); `head_adapted`,
-    `embedding_adapted`: it reaches those too. `packed`: rows carry a dense bool attention mask. `weight`: bytes of a trained weight, and of its
-    gradient.
+    `embedding_adapted`: it reaches those too. `packed`: rows carry a dense bool attention mask (none in `fast` blocks on
+    a GPU). `weight`: bytes of a trained weight, and of its gradient.
     """
 
     compute: int
@@ -69,6 +71,7 @@ class Storage:
     packed: bool = False
     eager: bool = False
     device: str = "cpu"
+    fast: bool = False
     weight: int = 4
 
     @property
@@ -112,7 +115,17 @@ def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu"
         eager=recipe.model.attention == "eager",
         device=device,
         weight=weight,
+        fast=runs_fast(shape, recipe, device),
     )
+
+
+def runs_fast(shape: Shape, recipe: Recipe, device: str) -> bool:
+    """Whether the blocks run as fast blocks: as the recipe says, else on a GPU where the model has that form."""
+    wanted = recipe.plan.fast_block
+    if wanted != "auto":
+        return wanted
+    possible = shape.family in FAST_FAMILIES and recipe.model.attention != "eager"
+    return device == "cuda" and possible and recipe.plan.exact != "bitwise"
 
 
 def _targets(shape: Shape, wanted: tuple[str, ...]) -> tuple[frozenset[str], bool, bool]:

@@ -156,7 +156,14 @@ class Space:
         found = []
         for rows, *values in itertools.product(micro_batches(self.recipe, self.rows, self.ranks), *choices):
             levers = dict(zip((lever.field for lever in LEVERS.values()), values, strict=True))
-            plan = Plan(device=storage.device, micro_batch=rows, ranks=self.ranks, **levers)
+            plan = Plan(
+                device=storage.device,
+                micro_batch=rows,
+                ranks=self.ranks,
+                fast_block=storage.fast,
+                attention=self.recipe.plan.attention,
+                **levers,
+            )
             found.append(Candidate(plan, estimate(self.shape, self.recipe, plan, facts), self._cost(plan, storage)))
         fastest = min(candidate.relative_seconds for candidate in found)
         return [replace(each, relative_seconds=each.relative_seconds / fastest) for each in found]
@@ -222,6 +229,9 @@ def _reasons(space: Space, chosen: Candidate, candidates: list[Candidate]) -> tu
         f"the budget is {size(space.budget.device_bytes)} a process ({source}); the plan needs {size(chosen.bytes)}",
         f"micro-batch {plan.micro_batch} of {space.rows} rows: {_why(recipe, 'micro_batch', 'the fastest that fits')}",
     ]
+    if storage.fast:
+        kernel = "torch's order of kernels" if plan.attention == "auto" else f"the {plan.attention} kernel"
+        reasons.append(f"fast blocks: fused operations (other roundings), attention by {kernel}")
     for lever in LEVERS.values():
         value = getattr(plan, lever.field)
         saved = size(lever.saves(space.shape, storage, work, value))

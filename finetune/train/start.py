@@ -88,7 +88,7 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
     document = max(int(rows.documents.lengths.max()) for rows in (splits.train, *splits.evaluate.values()))
     for notice in (*model.notices, *check_lengths(model, longest, document)):
         log.notice(notice)
-    key = assemble(model, decision.plan, recipe.train.seed)
+    key = assemble(model, decision.plan, recipe.train.seed, decision.precision)
     named, roles = model.trainable(), roles_of(model.module)
     optimizer = build(recipe.optimizer, named, roles, recipe.model.trained, recipe.train.seed)
     for notice in (*notices(recipe.optimizer, named, roles), *rate_notices(recipe.optimizer, recipe.train)):
