@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.kernels.adamw import CORRECTION, RULES, SLICE_ELEMENTS, Scalars, States, new_states, update_
+from finetune.kernels.adam_values import CORRECTION, Scalars, States
+from finetune.kernels.adamw import RULES, SLICE_ELEMENTS, new_states, update_
 from finetune.kernels.stochastic_rounding import Draws, join, round_stochastically, split
 from finetune.optim.groups import PER_TENSOR
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from finetune.config.schema import OptimizerSection
-from finetune.kernels.adamw import RULES, SLICE_ELEMENTS, Scalars, States, _views, new_states, update_, update_slice_
+from finetune.kernels.adam_values import Scalars, States
+from finetune.kernels.adamw import RULES, SLICE_ELEMENTS, _views, new_states, update_, update_slice_
 from finetune.kernels.state_codes import FORMATS
 from finetune.kernels.stochastic_rounding import Draws
 from finetune.optim.table import OPTIMIZERS, build, state_bytes

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finetune.kernels.adamw import CORRECTION, Scalars, States
+from finetune.kernels.adam_values import CORRECTION, Scalars, States
 from finetune.kernels.keyed_dropout import FIRST, GOLDEN, SECOND
 from finetune.kernels.state_codes import FORMATS, SMALLEST_SCALE
 from finetune.kernels.stochastic_rounding import Draws

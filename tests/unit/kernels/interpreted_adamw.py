@@ -7,7 +7,8 @@ import json
 
 import torch
 
-from finetune.kernels.adamw import RULES, Scalars, new_states, update_slice_
+from finetune.kernels.adam_values import Scalars
+from finetune.kernels.adamw import RULES, new_states, update_slice_
 from finetune.kernels.fused import adamw as fused
 from finetune.kernels.state_codes import FORMATS
 from finetune.kernels.stochastic_rounding import Draws

@@ -7,7 +7,8 @@ import torch
 
 from finetune.errors import FinetuneError
 from finetune.kernels import adamw
-from finetune.kernels.adamw import CORRECTION, RULES, Scalars, States, new_states, update_
+from finetune.kernels.adam_values import CORRECTION, Scalars, States
+from finetune.kernels.adamw import RULES, new_states, update_
 from finetune.kernels.state_codes import FORMATS
 from finetune.kernels.stochastic_rounding import Draws, join
 
