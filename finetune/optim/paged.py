@@ -10,6 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import bitsandbytes
+import torch
+from torch import Tensor, nn
+
+STATES = ("state1", "state2")
 
 
 class PagedAdamW8bit(bitsandbytes.optim.PagedAdamW8bit):
@@ -19,3 +23,16 @@ class PagedAdamW8bit(bitsandbytes.optim.PagedAdamW8bit):
         config = super().get_config(gindex, pindex, group)
         config["optim_bits"] = group.get("bits", config["optim_bits"])
         return config
+
+    def update_step(self, group: dict[str, Any], p: nn.Parameter, gindex: int, pindex: int) -> None:
+        """As bitsandbytes', after states that a checkpoint gave back as plain tensors were moved into paged memory again."""
+        state = self.state[p]
+        for name in STATES:
+            held = state.get(name)
+            if isinstance(held, Tensor) and p.is_cuda and not getattr(held, "is_paged", False):
+                buffer = self.get_state_buffer(p, dtype=held.dtype)
+                # Small tensors are never paged, and their buffer is a plain one.
+                if getattr(buffer, "is_paged", False):
+                    torch.cuda.synchronize(p.device)  # the buffer is filled on the GPU and written from the host
+                    state[name] = buffer.copy_(held)
+        super().update_step(group, p, gindex, pindex)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from finetune.checkpoint.resume import optimizer_tensors, restore_optimizer
 from finetune.config.schema import OptimizerSection
 from finetune.kernels.adam_values import Scalars, States
 from finetune.kernels.adamw import RULES, SLICE_ELEMENTS, _views, new_states, update_, update_slice_
@@ -108,6 +109,30 @@ def test_state_bytes_are_the_measured_ones(name: str, trained: str) -> None:
         if isinstance(value, torch.Tensor)
     }
     assert sum(storages.values()) == state_bytes(section, SHAPES, trained=trained)
+
+
+def test_paged_states_are_paged_again_after_a_resume_and_give_the_same_bits() -> None:
+    section, shapes = OptimizerSection(name="paged_adamw8bit"), {"up_proj.weight": (512, 512)}
+
+    def steps(optimizer: Any, parameter: nn.Parameter, numbers: range) -> None:
+        for step in numbers:
+            parameter.grad = gradient((512, 512), step, torch.float32)
+            optimizer.step()
+
+    (whole,) = (nn.Parameter(p.detach().cuda()) for p in parameters(shapes).values())
+    straight = build(section, {"up_proj.weight": whole})
+    steps(straight, whole, range(6))
+    (half,) = (nn.Parameter(p.detach().cuda()) for p in parameters(shapes).values())
+    first = build(section, {"up_proj.weight": half})
+    steps(first, half, range(3))
+    tensors, facts = optimizer_tensors(first, {"up_proj.weight": half})
+    again = nn.Parameter(half.detach().clone())
+    resumed = build(section, {"up_proj.weight": again})
+    restore_optimizer(resumed, {"up_proj.weight": again}, {key: value.clone() for key, value in tensors.items()}, facts)
+    steps(resumed, again, range(3, 6))
+    assert torch.equal(again, whole)
+    assert straight.state[whole]["state1"].is_paged
+    assert resumed.state[again]["state1"].is_paged
 
 
 def test_an_update_by_the_kernel_has_no_temporaries() -> None:
