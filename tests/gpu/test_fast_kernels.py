@@ -173,3 +173,15 @@ def test_keyed_dropout_drops_what_the_plain_form_drops(dtype: torch.dtype, dropp
     keys = row_keys(2**40 + 3, 17, 5, torch.tensor([4, 2**33 + 1, 0], device="cuda"))
     wanted = torch.where(keep_mask(keys, range(130), 5000, dropped), x * (1.0 / (1.0 - dropped)), 0.0)
     assert torch.equal(apply_mask(x, keys, dropped), wanted)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("shape", [(14336, 4096), (192, 64)])
+def test_four_bit_weights_are_decoded_to_the_librarys_bits(shape: tuple[int, int], nested: bool) -> None:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    from finetune.kernels.fused.four_bit import decoded
+
+    weight = normal(*shape) * 0.02
+    packed, state = quantize_4bit(weight, blocksize=64, compress_statistics=nested, quant_type="nf4")
+    assert torch.equal(decoded(packed, state, torch.bfloat16), dequantize_4bit(packed, state))
