@@ -9,13 +9,14 @@ import pytest
 
 triton = pytest.importorskip("triton")
 POINTERS = {"scale_pointer": "*fp32", "labels_pointer": "*i64", "weights_pointer": "*fp32", "losses_pointer": "*fp32",
-            "gain_grad_pointer": "*fp32", "keys_pointer": "*i64"}  # fmt: skip
+            "gain_grad_pointer": "*fp32", "keys_pointer": "*i64", "packed_pointer": "*u8", "scales_pointer": "*u8", "table_pointer": "*fp32",
+            "table2_pointer": "*fp32", "scales2_pointer": "*fp32", "offset_pointer": "*fp32"}  # fmt: skip
 FLOATS = ("epsilon", "sign", "scale")
-CONSTANTS = {"BLOCK": 4096, "HEADS": 32, "PAIRS": 64}
+CONSTANTS = {"BLOCK": 4096, "HEADS": 32, "PAIRS": 64, "BYTES": 2048}
 KERNELS = [
     ("rms_norm", "forward_kernel"), ("rms_norm", "backward_kernel"), ("swiglu", "forward_kernel"),
     ("swiglu", "backward_kernel"), ("rotary", "rotate_kernel"), ("cross_entropy", "loss_kernel"),
-    ("keyed_dropout", "dropout_kernel"),
+    ("keyed_dropout", "dropout_kernel"), ("four_bit", "decode_kernel"),
 ]  # fmt: skip
 
 
