@@ -262,6 +262,7 @@ EVERY_KEY: dict[str, str] = {
     "plan.activation_checkpointing": "no", "plan.loss_chunk": "64", "plan.weights": "resident",
     "plan.resident_blocks": "auto", "plan.activation_offload": "no", "plan.optimizer_placement": "device",
     "plan.compile": "no", "plan.data": "1", "plan.shard": "1", "plan.tensor": "1", "plan.context": "1",
+    "plan.fast_block": "no", "plan.attention": "auto",
     "run.dir": "runs/${recipe}", "run.trackers": "wandb",
 }  # fmt: skip
 """Every key of the schema, away from its default where it can be."""
@@ -283,7 +284,7 @@ def test_b64_every_key_given_is_in_the_resolved_recipe_and_survives_being_saved(
     defaults = load()
     changed = {key for key, _, _ in recipe_differences(recipe, defaults)}
     at_default = {"task", "model.path", "data.path", "data.valid_share", "train.batch_tokens", "plan.resident_blocks"}
-    at_default |= {"model.trained", "schedule.decay"}
+    at_default |= {"model.trained", "schedule.decay", "plan.attention"}
     assert changed == set(EVERY_KEY) - at_default
 
     save_recipe(recipe, tmp_path / "recipe.yaml")
