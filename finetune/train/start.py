@@ -27,7 +27,8 @@ from finetune.models.load import load_model, load_tokenizer
 from finetune.models.shapes import shape_for
 from finetune.models.verify import check_lengths
 from finetune.optim.groups import roles_of
-from finetune.optim.table import build
+from finetune.optim.schedule import rate_notices
+from finetune.optim.table import build, notices
 from finetune.planner import report
 from finetune.planner.hardware import detect
 from finetune.planner.plan import Decision, decide
@@ -87,8 +88,11 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
     document = max(rows.longest_document for rows in (splits.train, *splits.evaluate.values()))
     for notice in (*model.notices, *check_lengths(model, longest, document)):
         log.notice(notice)
-    key = assemble(model, decision.plan, recipe.train.seed)
-    optimizer = build(recipe.optimizer, model.trainable(), roles_of(model.module))
+    key = assemble(model, decision.plan, recipe.train.seed, decision.precision)
+    named, roles = model.trainable(), roles_of(model.module)
+    optimizer = build(recipe.optimizer, named, roles, recipe.model.trained, recipe.train.seed)
+    for notice in (*notices(recipe.optimizer, named, roles), *rate_notices(recipe.optimizer, recipe.train)):
+        log.notice(notice)
     job = Job(
         recipe, decision.plan, world, decision.precision, folder, splits, order, TextTask(tokenizer.pad_token_id), model,
         optimizer, key, StopSignal(log), log, progress,
