@@ -180,6 +180,11 @@ def tensor_bytes(
     return row_of(section.name).state_bytes(facts) + (2 * elements if trained == "split" else 0)
 
 
+def workspace_bytes(name: str, narrow: bool, elements: int, device: str) -> int:
+    """Bytes of temporaries of the update of one tensor; `narrow`: its weights are in 16 bits."""
+    return row_of(name).workspace(elements, device, narrow)
+
+
 def state_bytes(
     section: OptimizerSection,
     shapes: Mapping[str, tuple[int, ...]],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from finetune.config.schema import Recipe
@@ -77,15 +78,17 @@ def optimizer_bytes(recipe: Recipe) -> StateBytes:
     from finetune.optim.table import tensor_bytes
 
     trained = recipe.model.trained if recipe.adapter.kind == "none" else "fp32"
-    return lambda elements, role: tensor_bytes(recipe.optimizer, trained, elements, role)
+    # Not a closure: a decision travels between processes.
+    return partial(tensor_bytes, recipe.optimizer, trained)
 
 
 def update_bytes(recipe: Recipe) -> UpdateBytes:
     """The temporaries of an update by the recipe's row of the optimizer table."""
-    from finetune.optim.table import row_of
+    from finetune.optim.table import workspace_bytes
 
-    narrow = recipe.adapter.kind == "none" and recipe.model.trained != "fp32"
-    return lambda elements, device: row_of(recipe.optimizer.name).workspace(elements, device, narrow)
+    return partial(
+        workspace_bytes, recipe.optimizer.name, recipe.adapter.kind == "none" and recipe.model.trained != "fp32"
+    )
 
 
 def decide(

@@ -74,3 +74,24 @@ def test_an_updates_temporaries_are_within_the_rows(name: str, trained: str) -> 
 
 def test_slices_of_the_table_are_the_kernels() -> None:
     assert {"cpu": CPU_SLICE, "cuda": GPU_SLICE} == SLICE_ELEMENTS
+
+
+def test_a_decision_travels_between_processes() -> None:
+    """Rank 0 decides for all: everything in a decision can be pickled."""
+    import pickle
+
+    from finetune.models.shapes import SHAPES
+    from finetune.planner.hardware import parse
+    from finetune.planner.plan import decide
+
+    recipe = recipe_of("split", "adamw8bit").model_copy(
+        update={"train": Recipe.model_validate({"model": {"path": "x"}, "train": {"batch": 4}}).train}
+    )
+    decision = decide(recipe, SHAPES["tiny"], parse("1x24GB,64GB"), 2, 128)
+    again = pickle.loads(pickle.dumps(decision))
+    assert (
+        again.facts.state_bytes(10_000, "block")
+        == decision.facts.state_bytes(10_000, "block")
+        == 2 * 10_000 + 320 + 20_000
+    )
+    assert again.facts.update_bytes(10_000, "cpu") == 40 * 10_000
