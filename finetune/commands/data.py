@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 from finetune import environment
-from finetune.commands.arguments import Takes, read, recipe_of, tell
+from finetune.commands.arguments import Takes, read, recipe_of
 from finetune.commands.screen import show, show_json
 from finetune.errors import Fault
 
@@ -28,16 +30,17 @@ def main(arguments: list[str]) -> int:
     shown, faults = _count(given.own.get("rows"))
     recipe = recipe_of(given, environment.launch(), faults)
     from finetune.data import preflight
-    from finetune.data.dataset import prepare
+    from finetune.data.opening import open_data
     from finetune.data.own_chat import prepare_tokenizer
     from finetune.models.load import load_tokenizer
 
-    notes: list[str] = []
-    tokenizer = prepare_tokenizer(load_tokenizer(recipe.model), recipe.data, notes.append)
-    splits = prepare(recipe, tokenizer, strict=False)
+    def say(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    tokenizer = prepare_tokenizer(load_tokenizer(recipe.model), recipe.data, say)
+    splits = open_data(recipe, tokenizer, tell=say, strict=False)
     sets = {"train": splits.train, **splits.evaluate}
     pieces = {name: [preflight.pieces(row, tokenizer) for row in rows.documents[:shown]] for name, rows in sets.items()}
-    tell(notes, environment.launch())
     if given.json:
         show_json(
             {

@@ -100,7 +100,7 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Key:
-    """One key: its dotted name, what it takes in words, its default as text, what it means; `pairs`: it holds NAME: text."""
+    """One key: its dotted name, what it takes in words, its default as text, what it means; `pairs`: it holds NAME: value."""
 
     name: str
     wants: str

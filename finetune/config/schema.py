@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from finetune.config.group_text import group_changes
+
 NULLS = ("null", "Null", "NULL", "~", "", "none", "None")
 """Texts that mean "not set" where a key may be unset. Quotes make no difference: a name called null is written ./null."""
 
@@ -58,9 +60,7 @@ def _whole(value: Any) -> Any:
         if re.fullmatch(r"0x[0-9a-fA-F]+|0o[0-7]+", text):
             return int(text, 0)
     number = _number(value)
-    if isinstance(number, float) and number.is_integer():
-        return int(number)
-    return number
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def _temperature(value: float) -> float:
@@ -119,13 +119,15 @@ def _bytes(value: Any) -> Any:
     return int(Fraction(parts[1]) * UNITS[parts[2]])
 
 
+def _group(value: str) -> str:
+    group_changes(value)
+    return value
+
+
 Nullable = BeforeValidator(_null)
 Text = Annotated[str, BeforeValidator(_text), Field(min_length=1), Wants("text")]
 Name = Annotated[
-    str,
-    BeforeValidator(_text),
-    Field(pattern=r"^[^/\\]*[^/\\.]$"),
-    Wants("a name: no slash, and no dot at its end"),
+    str, BeforeValidator(_text), Field(pattern=r"^[^/\\]*[^/\\.]$"), Wants("a name: no slash, and no dot at its end")
 ]
 Switch = Annotated[bool, Wants("true or false")]
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1), Wants("a whole number of at least 1")]
@@ -143,6 +145,15 @@ OptionalPositive = Annotated[Positive | None, Nullable, Wants("a number above 0,
 OptionalText = Annotated[Text | None, Nullable, Wants("text, or null")]
 Names = Annotated[tuple[Text, ...], BeforeValidator(_list), Wants("a list: a,b or [a, b]")]
 Pairs = Annotated[dict[str, Text], BeforeValidator(_pairs), Wants("a section of NAME: text")]
+Weights = Annotated[dict[str, Positive], BeforeValidator(_pairs), Wants("a section of NAME: number above 0")]
+Groups = Annotated[
+    dict[str, Annotated[Text, AfterValidator(_group)]],
+    BeforeValidator(_pairs),
+    Wants("a section of PATTERN: lr_factor=NUMBER weight_decay=NUMBER (one or both)"),
+]
+Roles = Annotated[
+    tuple[Literal["embedding", "head"], ...], BeforeValidator(_list), Wants("a list of embedding and head, or []")
+]
 Size = Annotated[
     Annotated[int, Field(ge=1)] | Literal["auto"],
     BeforeValidator(_bytes),
@@ -171,7 +182,10 @@ class ModelSection(Section):
     revision: OptionalText = None
     """The hub revision (branch, tag or commit)."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Compute precision. auto: bf16 on a GPU that has it, fp32 on a CPU. Trained weights are kept in fp32 in either."""
+    """Compute precision. auto: bf16 on a GPU that has it, fp32 on a CPU. `trained` says how trained weights are kept."""
+    trained: Literal["fp32", "stochastic", "split", "bf16"] = "fp32"
+    """How trained weights are kept (adapter.kind=none). stochastic: in bf16, each update rounded up or down by a keyed draw.
+    split: in bf16 with the lower 16 bits held by the optimizer. bf16: plain, where small updates are lost."""
     base: Literal["same", "nf4"] = "same"
     """How frozen weights are stored: as computed, or in 4 bits (QLoRA)."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
@@ -197,8 +211,13 @@ class AdapterSection(Section):
 
 class DataSection(Section):
     path: OptionalText = None
-    """A file (JSONL, JSON, CSV, TSV, Parquet, Arrow, text; .gz .xz .bz2 .zst too), a folder of texts, a pattern such as
-    data/*.jsonl, or a hub data set id."""
+    """A file (JSONL, JSON, CSV, Parquet, Arrow, text; .gz ...), a pattern, a folder of texts, or a hub data set id."""
+    mixture: Pairs = {}
+    """Several files in the place of path: name: path."""
+    weights: Weights = {}
+    """How many of an epoch's rows come from each file of the mixture, as name: number; not given: all rows of all files."""
+    on_exhausted: Literal["stop", "repeat"] = "stop"
+    """With weights, when a file has too few rows: the epoch gets shorter, or the file's rows come again. Shown."""
     split: Text = "train"
     """The split of a hub data set."""
     valid_path: OptionalText = None
@@ -225,28 +244,46 @@ class DataSection(Section):
     """Which turns are learned."""
     max_rows: OptionalCount = None
     """Use only the first rows."""
+    streaming: Switch = False
+    """Read, render and tokenise while training, for files larger than memory; train.max_steps says how long."""
+    shuffle_buffer: Count = 4096
+    """With streaming: rows that are read ahead and shuffled (and packed) together; 1 keeps the file's order."""
+    workers: AutoWhole = "auto"
+    """Processes that render and tokenise; 0: this one. auto: several when the rows are many. They change no row."""
+    cache: Switch = True
+    """Keep prepared rows on disk and map them at the next start."""
 
 
 class OptimizerSection(Section):
     name: Text = "adamw"
-    """A row of the optimizer table."""
+    """A row of the optimizer table: adamw, adamw8bit, paged_adamw8bit, adamw4bit, adamwfp8, adafactor, lion, sgd, muon."""
     lr: Positive = 2e-4
     """The peak learning rate."""
     weight_decay: NotNegative = 0.0
     """Decoupled decay of matrices; vectors and embeddings have none."""
     beta1: Share = 0.9
-    """Decay of the mean of gradients."""
+    """Decay of the mean of gradients; the momentum of sgd."""
     beta2: Share = 0.999
-    """Decay of the mean of squared gradients."""
+    """Decay of the mean of squared gradients. For lion, which has none, of the mean (0.99 is usual there)."""
     epsilon: Positive = 1e-8
     """Added to the root of the second mean."""
+    full_state: Roles = ("embedding", "head")
+    """Large tensors that keep fp32 state where the optimizer codes it in fewer bits; []: none."""
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    """Scale the rate with the step's batch: by batch / base_batch, or the root of that."""
+    base_batch: OptionalCount = None
+    """The batch (in the unit that the recipe gives: rows or tokens) that lr belongs to."""
+    groups: Groups = {}
+    """Parameters by name pattern (* and ?; the first that matches counts): a factor on their rate, a decay of their own."""
 
 
 class ScheduleSection(Section):
     name: Text = "cosine"
-    """A row of the schedule table: constant, linear, cosine."""
+    """A row of the schedule table: constant, linear, cosine, wsd (warm-up, stable, decay)."""
     warmup: NotNegative = 0.0
     """Steps of linear warm-up; below 1: a share of all steps."""
+    decay: NotNegative = 0.1
+    """wsd: steps of decay at the end; below 1: a share of all steps."""
     final: Portion = 0.0
     """The share of the peak rate at the end."""
 
@@ -316,6 +353,10 @@ class PlanSection(Section):
     """Keep block inputs in host memory."""
     optimizer_placement: Literal["auto", "device", "host"] = "auto"
     """Where optimizer state lives."""
+    fast_block: AutoSwitch = "auto"
+    """Run decoder layers through this toolkit's fused operations: on a GPU, where the model's form is known."""
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    """The attention kernel of fast blocks. auto: torch's own order; flash gives the same bits again."""
     compile: AutoSwitch = "auto"
     """Compile the blocks."""
     data: AutoCount = "auto"

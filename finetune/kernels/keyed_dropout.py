@@ -63,13 +63,22 @@ def _fold(word: int, counter: int) -> int:
     return word
 
 
+def key_word(*counters: int) -> int:
+    """One 32-bit word that stands for these counters (of up to 64 bits each), in their order."""
+    word = 0
+    for counter in counters:
+        word = _fold(word, counter)
+    return word
+
+
 def row_keys(seed: int, step: int, module: int, row_ids_B: Tensor) -> Tensor:
     """One 32-bit word a row (int64 [B], on the rows' device) that stands for (seed, step, module, row)."""
-    word = 0
-    for counter in (seed, step, module):
-        word = _fold(word, counter)
-    rows_B = _spread_(row_ids_B.to(torch.int64, copy=True))
-    return mix_(rows_B.bitwise_xor_(word))
+    return element_words(key_word(seed, step, module), row_ids_B.to(torch.int64, copy=True))
+
+
+def element_words(word: int, places: Tensor) -> Tensor:
+    """One 32-bit word (int64) for each of `places` (int64, overwritten) under a `key_word`."""
+    return mix_(_spread_(places).bitwise_xor_(word))
 
 
 def keep_mask(keys_B: Tensor, positions: range, features: int, dropped: float) -> Tensor:
@@ -84,7 +93,11 @@ def keep_mask(keys_B: Tensor, positions: range, features: int, dropped: float) -
 
 
 def apply_mask(x_BSF: Tensor, keys_B: Tensor, dropped: float) -> Tensor:
-    """x times mask over (1 - dropped), made slice by slice along the positions."""
+    """x times mask over (1 - dropped), made slice by slice along the positions; on a GPU in one pass, the same bits."""
+    if x_BSF.is_cuda and x_BSF.is_contiguous() and x_BSF.dtype != torch.float64 and x_BSF.numel() > 0:
+        from finetune.kernels.fused import keyed_dropout as fused
+
+        return fused.apply_mask(x_BSF, keys_B, dropped)
     rows, length, features = x_BSF.shape
     scale = 1.0 / (1.0 - dropped)
     out_BSF = torch.empty_like(x_BSF)

@@ -48,17 +48,19 @@ def loss_moments(
     """The widest moments of the loss's forward and of its backward, if every position has a label."""
     hidden = work.tokens * storage.stream * shape.hidden
     head = shape.vocabulary * shape.hidden
-    cast = storage.compute * head if storage.trained and storage.cast else 0
+    cast = storage.compute * head if storage.trained and storage.compute < storage.weight else 0
     if chunk == 0 or storage.head_adapted:
         return _plain_moments(shape, storage, work, chunk, cast)
-    logits = min(chunk, work.tokens) * shape.vocabulary * (6 if storage.cast else 4)
+    # A GPU's kernel overwrites the logits as they were made; elsewhere they are copied to fp32 first.
+    each = storage.compute if storage.device == "cuda" else 6 if storage.compute < 4 else 4
+    logits = min(chunk, work.tokens) * shape.vocabulary * each
     if not gradients:
         return LossBytes(logits, hidden + cast), LossBytes(0, 0)
     forward = 2 * hidden + cast
     if not storage.trained:
         return LossBytes(logits, forward), LossBytes(0, 2 * hidden)
-    partial = storage.compute * head if storage.cast else 0
-    return LossBytes(logits, forward + 4 * head + partial), LossBytes(0, 2 * hidden + 8 * head)
+    partial = storage.compute * head if storage.compute < 4 else 0
+    return LossBytes(logits, forward + 4 * head + partial), LossBytes(0, 2 * hidden + (4 + storage.weight) * head)
 
 
 def _plain_moments(shape: Shape, storage: Storage, work: Work, chunk: int, cast: int) -> tuple[LossBytes, LossBytes]:
@@ -74,7 +76,9 @@ def _plain_moments(shape: Shape, storage: Storage, work: Work, chunk: int, cast:
     if not storage.trained:
         return forward, backward
     head = shape.vocabulary * shape.hidden
-    at_head = LossBytes(positions * shape.vocabulary * storage.compute, kept + (6 if storage.cast else 4) * head + copy)
+    at_head = LossBytes(
+        positions * shape.vocabulary * storage.compute, kept + (6 if storage.compute < 4 else 4) * head + copy
+    )
     return forward, max(backward, at_head, key=lambda moment: moment.total)
 
 

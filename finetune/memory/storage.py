@@ -1,7 +1,8 @@
 """How a recipe stores its numbers: the few facts that every cost model reads, taken from the recipe once.
 
 Two widths matter. `compute` is that of matrix products and attention; `stream` that of the residual stream between
-blocks. With bf16 they differ when every parameter trains: weights and stream are fp32, and autocast makes bf16 copies.
+blocks. With bf16 they differ when every parameter trains in fp32: weights and stream are fp32, and autocast makes bf16
+copies.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ PLACES = {
 """Which input a block's linear reads, by the last part of its name; other names go by their widths."""
 HEAD_NAMES = ("lm_head", "embed_out", "output")
 EMBEDDING_NAMES = ("embed_tokens", "wte", "embed_in")
+FAST_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types that models/fast can run."""
 BLOCK_NUMBER = re.compile(r"(?<![^.])([0-9]+|\[[^].]*]|[*?]+)\.")
 """A part of an adapter's target that is a block's number, or a pattern of such."""
 
@@ -51,7 +54,8 @@ class Storage:
 
     `compute`, `stream`: see the file's top. `frozen`: bytes of a frozen weight outside NF4. `trained`: every parameter
     trains. `rank` and `targets`: the adapter, by names of a block's linears (0 and empty: none); `head_adapted`,
-    `embedding_adapted`: it reaches those too. `packed`: rows carry a dense bool attention mask.
+    `embedding_adapted`: it reaches those too. `packed`: rows carry a dense bool attention mask (none in `fast` blocks on
+    a GPU). `weight`: bytes of a trained weight, and of its gradient.
     """
 
     compute: int
@@ -67,11 +71,13 @@ class Storage:
     packed: bool = False
     eager: bool = False
     device: str = "cpu"
+    fast: bool = False
+    weight: int = 4
 
     @property
     def cast(self) -> bool:
-        """Autocast is on."""
-        return self.compute < 4
+        """Autocast is on: products are in 16 bits, and what is trained is in fp32."""
+        return self.compute < 4 and self.weight == 4
 
     @property
     def recast(self) -> bool:
@@ -92,10 +98,11 @@ def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu"
     """
     compute = 2 if precision == "bf16" else 4
     trained = recipe.adapter.kind == "none"
+    weight = 2 if trained and recipe.model.trained != "fp32" else 4
     blocks, head, embedding = (frozenset[str](), False, False) if trained else _targets(shape, recipe.adapter.targets)
     return Storage(
         compute=compute,
-        stream=4 if trained else compute,
+        stream=weight if trained else compute,
         frozen=compute,
         trained=trained,
         nf4=recipe.model.base == "nf4",
@@ -107,7 +114,18 @@ def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu"
         packed=recipe.data.pack,
         eager=recipe.model.attention == "eager",
         device=device,
+        weight=weight,
+        fast=runs_fast(shape, recipe, device),
     )
+
+
+def runs_fast(shape: Shape, recipe: Recipe, device: str) -> bool:
+    """Whether the blocks run as fast blocks: as the recipe says, else on a GPU where the model has that form."""
+    wanted = recipe.plan.fast_block
+    if wanted != "auto":
+        return wanted
+    possible = shape.family in FAST_FAMILIES and recipe.model.attention != "eager"
+    return device == "cuda" and possible and recipe.plan.exact != "bitwise"
 
 
 def _targets(shape: Shape, wanted: tuple[str, ...]) -> tuple[frozenset[str], bool, bool]:
@@ -189,9 +207,12 @@ def trained_tensors(shape: Shape, storage: Storage) -> list[tuple[int, str]]:
 
 
 def weight_bytes(shape: Shape, storage: Storage) -> int:
-    """All weights as they stand in memory during a run: frozen ones as stored, trained ones (adapters too) in fp32."""
+    """All weights as they stand in memory during a run: frozen ones as stored, trained ones as `weight` says.
+
+    The rest of a split weight counts as optimizer state.
+    """
     if storage.trained:
-        return 4 * shape.parameters
+        return storage.weight * shape.parameters
     adapter = 4 * sum(adapter_tensors(shape, storage))
     if not storage.nf4:
         return storage.frozen * shape.parameters + adapter

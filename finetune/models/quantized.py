@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
 from finetune.errors import ModelError
@@ -84,3 +84,19 @@ def quantised_report(base: nn.Module) -> list[str]:
     return [
         f"{len(packed)} linear layers are stored in NF4 with double quantisation; not quantised: {', '.join(others)}"
     ]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether `dequantised` gives this module's weight: a plain linear, or one in 4 bits."""
+    return type(module) is nn.Linear or type(module).__name__ == "Linear4bit"
+
+
+def dequantised(module: nn.Module) -> Tensor:
+    """The weight [out, in] that a linear multiplies with: its own, or decoded anew at each call from 4 bits."""
+    if type(module) is nn.Linear:
+        return module.weight
+    from bitsandbytes.functional import dequantize_4bit
+
+    packed: Any = module.weight
+    state = packed.quant_state if packed.quant_state is not None else module.quant_state
+    return dequantize_4bit(packed.data, state)

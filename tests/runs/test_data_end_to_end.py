@@ -133,7 +133,7 @@ def test_other_data_on_the_command_line_set_the_recipes_own_held_out_rows_aside(
     assert json.loads(told.out)["valid"]["rows_in"] == 1
     assert main([*words, f"data.valid_path={path}", "--json"]) == 0
     told = capsys.readouterr()
-    assert told.err == ""
+    assert "belongs to the recipe" not in told.err
     assert json.loads(told.out)["valid"]["rows_in"] == 20
 
 
@@ -147,3 +147,30 @@ def test_a_shared_set_trains(name: str, tmp_path: Path) -> None:
     run = finetune.run("quickstart", *words, f"run.dir={tmp_path / name}", "data.max_rows=200", "evaluate.max_rows=5")
     assert run.summary["steps"] == 2
     assert 0 < run.summary["loss_last"] < 10
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_is_refused_before_it_is_hashed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    words = [
+        "recipe=quickstart",
+        "model.path=builtin:tiny",
+        "data.template=text",
+        f"data.path={tmp_path / 'rows.jsonl'}",
+    ]
+    assert main(["data", *words]) == 2
+    assert "this is a pipe, not a file" in capsys.readouterr().err
+
+
+def test_a_stream_has_the_roles_and_the_system_text_of_the_recipe(tmp_path: Path) -> None:
+    from finetune.config.schema import DataSection
+    from finetune.data.record_streams import stream_records
+
+    talk = [{"from": "caller", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": talk}])
+    data = DataSection(path=str(path), roles={"caller": "user"}, system="Be brief.")
+    (row, where) = next(stream_records(data, 0))
+    assert isinstance(row, dict)
+    assert row["messages"][0]["from"] == "user"
+    assert row["system"] == "Be brief."
+    assert where.endswith("line 1")

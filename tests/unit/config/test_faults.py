@@ -243,15 +243,19 @@ def test_values_that_the_design_has_and_this_version_lacks() -> None:
 EVERY_KEY: dict[str, str] = {
     "recipe": "mine", "task": "text", "device": "cpu", "resume": "auto",
     "model.path": "builtin:tiny", "model.revision": "main", "model.precision": "fp32", "model.base": "nf4",
-    "model.attention": "eager", "model.trust_remote_code": "yes",
+    "model.trained": "fp32", "model.attention": "eager", "model.trust_remote_code": "yes",
     "adapter.kind": "lora", "adapter.rank": "8", "adapter.alpha": "16", "adapter.dropout": "0.1",
     "adapter.targets": "[q_proj, v_proj]", "adapter.path": "a/b",
     "data.path": "x.jsonl", "data.split": "test", "data.valid_path": "v.jsonl", "data.valid_share": "0",
     "data.template": "alpaca", "data.columns": "{instruction: question, output: answer}", "data.max_tokens": "128",
-    "data.system": "Be brief.", "data.roles": "{caller: user}", "data.on_long": "drop", "data.on_bad_row": "skip", "data.pack": "yes", "data.train_on": "last", "data.max_rows": "9",
+    "data.system": "Be brief.", "data.roles": "{caller: user}",
+    "data.on_long": "drop", "data.on_bad_row": "skip", "data.pack": "yes", "data.train_on": "last", "data.max_rows": "9",
+    "data.mixture": "{}", "data.weights": "{}", "data.on_exhausted": "stop", "data.streaming": "no",
+    "data.shuffle_buffer": "4096", "data.workers": "2", "data.cache": "no",
     "optimizer.name": "adamw8bit", "optimizer.lr": "1e-5", "optimizer.weight_decay": "0.1", "optimizer.beta1": "0.8",
-    "optimizer.beta2": "0.95", "optimizer.epsilon": "1e-6",
-    "schedule.name": "linear", "schedule.warmup": "0.1", "schedule.final": "0.2",
+    "optimizer.beta2": "0.95", "optimizer.epsilon": "1e-6", "optimizer.full_state": "head", "optimizer.scale_lr": "sqrt",
+    "optimizer.base_batch": "8", "optimizer.groups": "{'*.layers.0.*': lr_factor=0.5 weight_decay=0}",
+    "schedule.name": "linear", "schedule.decay": "0.1", "schedule.warmup": "0.1", "schedule.final": "0.2",
     "train.batch": "3", "train.batch_tokens": "~", "train.max_steps": "5", "train.epochs": "1.5",
     "train.max_grad_norm": "~", "train.seed": "7", "train.stop_after": "2",
     "evaluate.every": "2", "evaluate.sets": "{hard: h.jsonl, 'a.b': c.jsonl}", "evaluate.max_rows": "5", "evaluate.samples": "0",
@@ -261,6 +265,7 @@ EVERY_KEY: dict[str, str] = {
     "plan.activation_checkpointing": "no", "plan.loss_chunk": "64", "plan.weights": "resident",
     "plan.resident_blocks": "auto", "plan.activation_offload": "no", "plan.optimizer_placement": "device",
     "plan.compile": "no", "plan.data": "1", "plan.shard": "1", "plan.tensor": "1", "plan.context": "1",
+    "plan.fast_block": "no", "plan.attention": "auto",
     "run.dir": "runs/${recipe}", "run.trackers": "wandb",
 }  # fmt: skip
 """Every key of the schema, away from its default where it can be."""
@@ -278,10 +283,13 @@ def test_b64_every_key_given_is_in_the_resolved_recipe_and_survives_being_saved(
     recipe = load(base=tmp_path / "every.yaml")
     assert recipe.data.columns == {"instruction": "question", "output": "answer"}
     assert recipe.evaluate.sets == {"hard": "h.jsonl", "a.b": "c.jsonl"}
+    assert (recipe.data.workers, recipe.data.cache) == (2, False)
     assert recipe.run.dir == "runs/mine"
     defaults = load()
     changed = {key for key, _, _ in recipe_differences(recipe, defaults)}
     at_default = {"task", "model.path", "data.path", "data.valid_share", "train.batch_tokens", "plan.resident_blocks"}
+    at_default |= {f"data.{name}" for name in ("mixture", "weights", "on_exhausted", "streaming", "shuffle_buffer")}
+    at_default |= {"model.trained", "schedule.decay", "plan.attention"}
     assert changed == set(EVERY_KEY) - at_default
 
     save_recipe(recipe, tmp_path / "recipe.yaml")
