@@ -17,7 +17,7 @@ from finetune.config.schema import Recipe, Section, Wants
 
 Path = tuple[str, ...]
 
-NOT_BUILT = ("model.fp8_compute", "model.layers", "generate.kv_cache")
+NOT_BUILT = ("model.fp8_compute", "generate.kv_cache")
 """Keys that the design promises and this version lacks."""
 
 NOT_BUILT_VALUES = {

@@ -174,6 +174,8 @@ class ModelSection(Section):
     """Compute precision. auto: bf16 on a GPU that has it, fp32 on a CPU. Trained weights are kept in fp32 in either."""
     base: Literal["same", "nf4"] = "same"
     """How frozen weights are stored: as computed, or in 4 bits (QLoRA)."""
+    layers: OptionalCount = None
+    """Keep only the first blocks: another, smaller model, for trials and measurements."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
     """The attention implementation of the model class."""
     trust_remote_code: Switch = False

@@ -20,12 +20,33 @@ LOGIT_CHANGES = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_sc
 
 
 def load_config(section: ModelSection) -> Any:
-    """The transformers config of a causal language model; ModelError for anything else, by name."""
+    """The transformers config of a causal language model; ModelError for anything else, by name.
+
+    With model.layers, it is the config of its first blocks.
+    """
     source = locate(section)
     with loading(source, section):
         config = AutoConfig.from_pretrained(source.place, **origin(source, section))
     _check_architecture(config, section)
+    if section.layers is not None:
+        _keep_first(config, section.layers, section.path)
     return config
+
+
+def check_layers(layers: int, blocks: int, where: str) -> None:
+    """ModelError when a model of `blocks` blocks is asked for more."""
+    if layers > blocks:
+        raise ModelError(f"model.layers={layers}, but {where} has {blocks} blocks", "model.layers", f"at most {blocks}")
+
+
+def _keep_first(config: Any, layers: int, where: str) -> None:
+    """Makes the config that of a model of its first `layers` blocks."""
+    check_layers(layers, config.num_hidden_layers, where)
+    config.num_hidden_layers = layers
+    for name, value in config.to_dict().items():
+        # What a config says block by block, such as the kinds of attention.
+        if name in ("layer_types", "mlp_layer_types") and isinstance(value, list):
+            setattr(config, name, value[:layers])
 
 
 def origin(source: Source, section: ModelSection) -> dict[str, Any]:

@@ -23,10 +23,11 @@ from finetune.models.chat_tokens import align_generation, stop_tokens, template_
 from finetune.models.config import load_config, loading, origin
 from finetune.models.decoder import assemble, attention_windows
 from finetune.models.quantized import check_stored, keep_layout, nf4_config, quantised_report
+from finetune.models.random_weights import Making, make
 from finetune.models.source import Source, locate
 from finetune.models.verify import verify
 
-__all__ = ["align_generation", "load_config", "load_model", "load_tokenizer", "stop_tokens"]
+__all__ = ["align_generation", "load_base", "load_config", "load_model", "load_tokenizer", "stop_tokens"]
 
 Precision = Literal["fp32", "bf16"]
 
@@ -87,7 +88,7 @@ def load_model(
     notices += [stored] if stored else []
     notices += _precision_notices(config, dtype, section, whole and precision == "bf16")
     with seeded(recipe.train.seed):
-        base, loading = _weights(source, section, config, dtype, torch.device(device))
+        base, loading = _base(recipe, source, config, dtype, torch.device(device))
     notices += loading
     _check_vocabulary(base, tokenizer, section)
     module: nn.Module = base
@@ -103,6 +104,23 @@ def load_model(
     model.module.eval()
     verify(model, packed=recipe.data.pack, training=training)
     return model
+
+
+def load_base(recipe: Recipe, device: torch.device | str, precision: Precision) -> str | nn.Module:
+    """What a peft adapter of this recipe is put on: the place that transformers loads it from, or, where no file holds
+    it as it is (random weights, fewer blocks), the model made anew."""
+    section, source = recipe.model, locate(recipe.model)
+    if not source.random and section.layers is None:
+        return source.place
+    return _base(recipe, source, load_config(section), DTYPES[precision], torch.device(device))[0]
+
+
+def _base(
+    recipe: Recipe, source: Source, config: Any, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, list[str]]:
+    if source.random:
+        return _random(recipe, config, dtype, device)
+    return _weights(source, recipe.model, config, dtype, device)
 
 
 def _weights(
@@ -138,9 +156,25 @@ def _weights(
     if section.base == "nf4":
         keep_layout(base)
         notices += quantised_report(base)
+    if section.layers is not None:
+        notices.append(
+            f"only the first {section.layers} blocks are used (model.layers): this is another, smaller model"
+        )
     unused = sorted(info["unexpected_keys"])
     if unused:
         notices.append(f"{len(unused)} stored tensors are not used by {type(base).__name__} (such as {unused[0]})")
+    return base, notices
+
+
+def _random(recipe: Recipe, config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, list[str]]:
+    """A model of an embedded shape without weights, and the notices on it."""
+    section = recipe.model
+    attention = "sdpa" if section.attention == "auto" else section.attention
+    base = make(config, Making(dtype, device, recipe.train.seed, attention, section.base))
+    notices = [f"the weights of {section.path} are random (train.seed={recipe.train.seed}); no file holds them"]
+    if section.base == "nf4":
+        keep_layout(base)
+        notices += quantised_report(base)
     return base, notices
 
 

@@ -15,12 +15,15 @@ from transformers import BitsAndBytesConfig
 from finetune.errors import ModelError
 
 
-def nf4_config(compute: torch.dtype) -> BitsAndBytesConfig:
-    """NF4 in blocks of 64 with 8-bit scales (Dettmers et al. 2023, QLoRA, section 3); products are in `compute`."""
+def nf4_config(compute: torch.dtype, double_quant: bool = True) -> BitsAndBytesConfig:
+    """NF4 in blocks of 64 (Dettmers et al. 2023, QLoRA, section 3); products are in `compute`.
+
+    `double_quant` stores the blocks' scales in 8 bits, else they are fp32.
+    """
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
+        bnb_4bit_use_double_quant=double_quant,
         bnb_4bit_compute_dtype=compute,
     )
 

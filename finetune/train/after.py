@@ -22,9 +22,8 @@ from finetune.generate.engine import answer
 from finetune.generate.evaluate import Evaluator
 from finetune.kernels.precision import DTYPES
 from finetune.machine.collectives import World
-from finetune.models.load import load_model, load_tokenizer
+from finetune.models.load import load_base, load_model, load_tokenizer
 from finetune.models.shapes import shape_for
-from finetune.models.source import locate
 from finetune.planner.budget import precision_of
 from finetune.planner.hardware import detect
 from finetune.planner.plan import decide
@@ -78,11 +77,11 @@ def export(run: Path, to: str, path: Path | None, repo: str | None) -> dict[str,
         return _push(run, recipe, repo)
     if to == "adapter" and recipe.adapter.kind == "none":
         raise InputError("a full fine-tune has no adapter", "to=adapter", "to=merged")
-    model, precision, _ = _load(recipe)
+    model, precision, device = _load(recipe)
     target = path or run / "exports" / to
     if to == "adapter":
         exports.export_adapter(model, target)
-        difference = verify.verify_adapter(target, model, locate(recipe.model).place)
+        difference = verify.verify_adapter(target, model, load_base(recipe, device, precision))
     else:
         exports.export_merged(model, target, DTYPES[precision] if recipe.adapter.kind == "none" else None)
         difference = verify.verify_merged(target, model)

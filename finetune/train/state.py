@@ -18,7 +18,16 @@ from finetune.contracts import Plan
 from finetune.errors import CheckpointError
 from finetune.train.job import Job, Progress
 
-MUST_AGREE = ("task", "model.path", "model.revision", "model.base", "adapter.", "optimizer.name", "train.seed")
+MUST_AGREE = (
+    "task",
+    "model.path",
+    "model.revision",
+    "model.base",
+    "model.layers",
+    "adapter.",
+    "optimizer.name",
+    "train.seed",
+)
 """Keys that may not differ between a checkpoint and the run that goes on from it. (With another seed the rest of the epoch
 would be another permutation's: rows would come twice, others never. The precision is compared as it was resolved.)"""
 SHOWN_MECHANICS = ("micro_batch", "activation_checkpointing", "loss_chunk", "ranks", "device")
