@@ -1,7 +1,7 @@
 """The weights of base plus adapter as one plain state dictionary, without touching the live model.
 
 Each weight is taken to fp32, the adapter's product is made and added in fp32, and the sum is cast once: merging in 16
-bits rounds the product, the sum and the weight one after the other. A 4-bit base is dequantised first and the result
+bits rounds the product, the sum and the weight one after the other. A quantised base is decoded first and the result
 stays in 16 or 32 bits, since rounding the sum back to 4 bits would throw the adapter away. One layer at a time is in
 fp32. Formulas: LoRA, W + s B A (https://arxiv.org/abs/2106.09685); DoRA, m (W + s B A) / |W + s B A| by output row
 (https://arxiv.org/abs/2402.09353).
@@ -23,6 +23,7 @@ from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from finetune.errors import CheckpointError
+from finetune.kernels.stored_linear import StoredLinear
 
 STOP = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 """Modules that an adapter put in place of one of the base; their inside is not part of the plain model."""
@@ -45,18 +46,21 @@ def merge_faults(base: nn.Module) -> list[str]:
 
 def merge_notices(base: nn.Module) -> list[str]:
     """What the user should know of a merge of this model."""
-    four_bit = [name for name, module in _plain_modules(base) if _is_4bit(_inner(module))]
-    if not four_bit:
-        return []
+    kinds = Counter(kind for _, module in _plain_modules(base) if (kind := _stored_as(_inner(module))))
     dora = any(isinstance(module, LoraLayer) and module.lora_magnitude_vector for _, module in _plain_modules(base))
     approximate = "; DoRA's norms were trained on rounded weights, so the merge is approximate" if dora else ""
-    return [f"the base's {len(four_bit)} 4-bit layers are dequantised: the result is in 16 or 32 bits{approximate}"]
+    return [
+        f"the base's {count} {kind} layers are dequantised: the result is in 16 or 32 bits{approximate}"
+        for kind, count in kinds.items()
+    ]
 
 
 def base_dtype(base: nn.Module) -> torch.dtype:
     """The type that most of the base's weights have, 4-bit ones counted as what they were quantised from."""
     counts: Counter[torch.dtype] = Counter()
     for _, module in _plain_modules(base):
+        if isinstance(_inner(module), StoredLinear):
+            counts[_inner(module).dtype] += _inner(module).codes.numel()
         for parameter in _inner(module).parameters(recurse=False):
             if _is_4bit(_inner(module)) and hasattr(parameter, "quant_state"):
                 counts[parameter.quant_state.dtype] += parameter.quant_state.shape.numel()
@@ -114,7 +118,7 @@ def _inner(module: nn.Module) -> nn.Module:
 
 def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The module's own buffers that belong into a file, by their last name."""
-    buffers = dict(module.named_buffers(recurse=False))
+    buffers = {} if isinstance(module, StoredLinear) else dict(module.named_buffers(recurse=False))
     saved = module.state_dict() if buffers else {}
     return {name: buffer for name, buffer in buffers.items() if name in saved}
 
@@ -122,8 +126,14 @@ def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 def _weights(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Tensor]]]:
     """(last name, identities of what it is made of, function that gives it in fp32) of a module's own weights."""
     inner = _inner(module)
-    for name, parameter in inner.named_parameters(recurse=False):
-        plain = partial(_dequantised if name == "weight" and _is_4bit(inner) else _full, parameter)
+    own = dict(inner.named_parameters(recurse=False))
+    if isinstance(inner, StoredLinear):
+        own = {"weight": inner.codes, **own}
+    for name, parameter in own.items():
+        if parameter is getattr(inner, "codes", None):
+            plain = partial(_decoded, inner)
+        else:
+            plain = partial(_dequantised if name == "weight" and _is_4bit(inner) else _full, parameter)
         if isinstance(module, LoraLayer) and name == "weight":
             yield name, (id(parameter), id(module)), partial(_with_adapter, module, plain)
         elif isinstance(module, LoraLayer) and _bias_delta(module) is not None:
@@ -134,6 +144,15 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...], Callable
 
 def _full(parameter: nn.Parameter) -> Tensor:
     return parameter.detach().float()
+
+
+def _decoded(layer: StoredLinear) -> Tensor:
+    return layer.weight.float()
+
+
+def _stored_as(module: nn.Module) -> str:
+    """How the module's weight is stored where that is not as it computes: 4-bit, int8 or fp8; else empty."""
+    return "4-bit" if _is_4bit(module) else module.kind if isinstance(module, StoredLinear) else ""
 
 
 def _with_bias(layer: LoraLayer, plain: Callable[[], Tensor]) -> Tensor:

@@ -88,8 +88,9 @@ def _adapter(recipe: Recipe) -> Problems:
         if not adapter.targets:
             yield Problem(("adapter.targets",), "no layer is named", "name layers, or write all-linear")
         return
-    if recipe.model.base == "nf4":
-        what = "a base in 4 bits cannot be trained itself, and there is no adapter"
+    if recipe.model.base != "same":
+        bits = "4" if recipe.model.base == "nf4" else "8"
+        what = f"a base in {bits} bits cannot be trained itself, and there is no adapter"
         yield Problem(("model.base", "adapter.kind"), what, "write adapter.kind=lora (QLoRA), or model.base=same")
     if adapter.path is not None:
         what = f"an adapter is to be gone on from ({adapter.path}), and adapter.kind is none"
@@ -100,6 +101,12 @@ def _adapter(recipe: Recipe) -> Problems:
             what = f"adapter.{name} is {show(value)}, and adapter.kind is none: the whole model would be trained"
             remedy = f"write adapter.kind=lora, or leave adapter.{name} out"
             yield Problem((f"adapter.{name}", "adapter.kind"), what, remedy)
+
+
+def _base(recipe: Recipe) -> Problems:
+    if not recipe.model.double_quant and recipe.model.base != "nf4":
+        what = f"model.double_quant=false is about the scales of nf4, and model.base is {recipe.model.base}"
+        yield Problem(("model.double_quant", "model.base"), what, "write model.base=nf4, or leave it out")
 
 
 def _data(recipe: Recipe) -> Problems:
@@ -163,7 +170,7 @@ def _schedule(recipe: Recipe) -> Problems:
         )
 
 
-RULES: tuple[Callable[[Recipe], Problems], ...] = (_batch, _adapter, _data, _schedule, _evaluation, _built)
+RULES: tuple[Callable[[Recipe], Problems], ...] = (_batch, _adapter, _base, _data, _schedule, _evaluation, _built)
 
 
 def _names(recipe: Recipe, known: Known) -> Problems:

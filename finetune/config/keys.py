@@ -22,7 +22,6 @@ NOT_BUILT = ("model.fp8_compute", "generate.kv_cache")
 
 NOT_BUILT_VALUES = {
     "task": ("vision", "recommender"),
-    "model.base": ("int8", "fp8"),
     "adapter.kind": ("dora",),
 }
 """Values that the design promises and this version lacks."""
@@ -73,6 +72,8 @@ ELSEWHERE = {
     "model_name_or_path": "model.path",
     "attn_implementation": "model.attention",
     "load_in_4bit": "model.base",
+    "load_in_8bit": "model.base",
+    "bnb_4bit_use_double_quant": "model.double_quant",
     "bf16": "model.precision",
     "dtype": "model.precision",
     "mixed_precision": "model.precision",

@@ -86,7 +86,7 @@ def block_workspace(shape: Shape, storage: Storage, work: Work) -> int:
     total = tokens * thin + backward
     if storage.targets and storage.recast:
         total = max(total, tokens * (wide + 4 * shape.intermediate + 7 * thin))
-    return total + (storage.compute * largest if storage.nf4 else 0)
+    return total + (storage.compute * largest if storage.coded else 0)
 
 
 def norm_workspace(shape: Shape, storage: Storage, work: Work) -> int:

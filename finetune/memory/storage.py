@@ -14,10 +14,10 @@ from finetune.config.schema import Recipe
 from finetune.contracts import LinearShape, Shape
 from finetune.errors import InputError
 
-NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
-"""Bits a parameter in NF4 with doubly quantised scales: 4, an 8-bit scale for every 64, a fp32 for every 64 x 256.
-Source: bitsandbytes `quantize_4bit(blocksize=64, compress_statistics=True)`; 4.127."""
-NF4_TABLES = 4 * (16 + 256 + 1)
+NF4_BITS = {True: 4 + 8 / 64 + 32 / (64 * 256), False: 4 + 32 / 64}
+"""Bits a parameter in NF4, by whether its scales are quantised too: 4, and for every 64 a scale of 8 bits (with a fp32 for
+every 64 x 256), or of 32. Source: bitsandbytes `quantize_4bit(blocksize=64, compress_statistics=...)`; 4.127 and 4.5."""
+NF4_TABLES = {True: 4 * (16 + 256 + 1), False: 4 * 16}
 """Bytes of code tables and the scales' mean that bitsandbytes keeps with every 4-bit weight."""
 
 PLACES = {
@@ -49,7 +49,8 @@ class Work:
 class Storage:
     """Bytes of an element where it matters, and what is trained.
 
-    `compute`, `stream`: see the file's top. `frozen`: bytes of a frozen weight outside NF4. `trained`: every parameter
+    `compute`, `stream`: see the file's top. `frozen`: bytes of a frozen weight that is not quantised; `base`,
+    `double_quant`: how the blocks' linears are stored (model.base). `trained`: every parameter
     trains. `rank` and `targets`: the adapter, by names of a block's linears (0 and empty: none); `head_adapted`,
     `embedding_adapted`: it reaches those too. `packed`: rows carry a dense bool attention mask.
     """
@@ -67,11 +68,18 @@ class Storage:
     packed: bool = False
     eager: bool = False
     device: str = "cpu"
+    base: str = "same"
+    double_quant: bool = True
 
     @property
     def cast(self) -> bool:
         """Autocast is on."""
         return self.compute < 4
+
+    @property
+    def coded(self) -> bool:
+        """The blocks' linears are stored quantised: each is decoded to the compute type for a moment."""
+        return self.base != "same"
 
     @property
     def recast(self) -> bool:
@@ -107,6 +115,8 @@ def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu"
         packed=recipe.data.pack,
         eager=recipe.model.attention == "eager",
         device=device,
+        base=recipe.model.base,
+        double_quant=recipe.model.double_quant,
     )
 
 
@@ -193,8 +203,16 @@ def weight_bytes(shape: Shape, storage: Storage) -> int:
     if storage.trained:
         return 4 * shape.parameters
     adapter = 4 * sum(adapter_tensors(shape, storage))
-    if not storage.nf4:
+    if not storage.coded:
         return storage.frozen * shape.parameters + adapter
     linears = shape.blocks * shape.linear_parameters
-    packed = int(linears * NF4_BITS / 8) + shape.blocks * len(shape.linears) * NF4_TABLES
-    return packed + storage.frozen * (shape.parameters - linears) + adapter
+    return _coded_bytes(shape, storage) + storage.frozen * (shape.parameters - linears) + adapter
+
+
+def _coded_bytes(shape: Shape, storage: Storage) -> int:
+    """The blocks' linears as they are stored: in 4 bits with scales and tables, or a byte each and a fp32 a row."""
+    if not storage.nf4:
+        return shape.blocks * sum(linear.parameters + 4 * linear.outputs for linear in shape.linears)
+    double = storage.double_quant
+    bits = shape.blocks * shape.linear_parameters * NF4_BITS[double]
+    return int(bits / 8) + shape.blocks * len(shape.linears) * NF4_TABLES[double]

@@ -22,7 +22,7 @@ from finetune.models.adapters import attach, seeded
 from finetune.models.chat_tokens import align_generation, stop_tokens, template_tokens, untrained_tokens
 from finetune.models.config import load_config, loading, origin
 from finetune.models.decoder import assemble, attention_windows
-from finetune.models.quantized import check_stored, keep_layout, nf4_config, quantised_report
+from finetune.models.quantized import STORED, Storing, check_stored, keep_layout, nf4_config, quantised_report
 from finetune.models.random_weights import Making, make
 from finetune.models.source import Source, locate
 from finetune.models.verify import verify
@@ -110,7 +110,7 @@ def load_base(recipe: Recipe, device: torch.device | str, precision: Precision) 
     """What a peft adapter of this recipe is put on: the place that transformers loads it from, or, where no file holds
     it as it is (random weights, fewer blocks), the model made anew."""
     section, source = recipe.model, locate(recipe.model)
-    if not source.random and section.layers is None:
+    if not source.random and section.layers is None and section.base not in STORED:
         return source.place
     return _base(recipe, source, load_config(section), DTYPES[precision], torch.device(device))[0]
 
@@ -137,8 +137,9 @@ def _weights(
     }
     notices = []
     if section.base == "nf4" and getattr(config, "quantization_config", None) is None:
-        arguments["quantization_config"] = nf4_config(dtype)
-    if section.base == "nf4" or device.type != "cpu":
+        arguments["quantization_config"] = nf4_config(dtype, section.double_quant)
+    # What is to be stored in 8 bits comes through host memory, so that the device never holds the whole model unstored.
+    if section.base == "nf4" or (device.type != "cpu" and section.base not in STORED):
         arguments["device_map"] = {"": str(device)}
     with loading(source, section):
         base, info = AutoModelForCausalLM.from_pretrained(source.place, **arguments, **origin(source, section))
@@ -156,6 +157,11 @@ def _weights(
     if section.base == "nf4":
         keep_layout(base)
         notices += quantised_report(base)
+    if section.base in STORED:
+        store = Storing(section.base)
+        store.blocks(base, device)
+        base.to(device)
+        notices += store.report(base)
     if section.layers is not None:
         notices.append(
             f"only the first {section.layers} blocks are used (model.layers): this is another, smaller model"
@@ -170,12 +176,14 @@ def _random(recipe: Recipe, config: Any, dtype: torch.dtype, device: torch.devic
     """A model of an embedded shape without weights, and the notices on it."""
     section = recipe.model
     attention = "sdpa" if section.attention == "auto" else section.attention
-    base = make(config, Making(dtype, device, recipe.train.seed, attention, section.base))
+    making = Making(dtype, device, recipe.train.seed, attention, section.base == "nf4", section.double_quant)
+    store = Storing(section.base) if section.base in STORED else None
+    base = make(config, making, store)
     notices = [f"the weights of {section.path} are random (train.seed={recipe.train.seed}); no file holds them"]
     if section.base == "nf4":
         keep_layout(base)
         notices += quantised_report(base)
-    return base, notices
+    return base, notices + (store.report(base) if store else [])
 
 
 def _check_draws(config: Any, section: ModelSection) -> None:

@@ -1,6 +1,6 @@
-"""Frozen weights in 4 bits (QLoRA): NF4 with double quantisation, by bitsandbytes through transformers.
+"""Frozen weights in fewer bits: NF4 (QLoRA) by bitsandbytes through transformers, int8 and fp8 by kernels/stored_linear.
 
-An approximation, so it is only ever chosen in a recipe. Norms, embedding and head keep the compute precision: peft's
+Approximations, so they are only ever chosen in a recipe. Norms, embedding and head keep the compute precision: peft's
 prepare_model_for_kbit_training would turn them into fp32 without a word, so it is not used.
 """
 
@@ -9,10 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
 from finetune.errors import ModelError
+from finetune.kernels.stored_linear import StoredLinear, squared_error
+from finetune.models.decoder import find_blocks
+
+STORED = ("int8", "fp8")
+"""Values of model.base that kernels/stored_linear holds."""
 
 
 def nf4_config(compute: torch.dtype, double_quant: bool = True) -> BitsAndBytesConfig:
@@ -46,7 +51,7 @@ def check_stored(config: Any, base: str, where: str) -> str | None:
         )
     if base != "nf4":
         raise ModelError(
-            "the weights are stored in 4 bits (bitsandbytes), but model.base=same asks for them as computed",
+            f"the weights are stored in 4 bits (bitsandbytes), but model.base={base} asks for them otherwise",
             where=where,
             remedy="set model.base=nf4, or use the model's full-precision version",
         )
@@ -84,6 +89,77 @@ def quantised_report(base: nn.Module) -> list[str]:
         raise ModelError(
             f"{type(base).__name__} has no linear layer that can be stored in 4 bits", remedy="set model.base=same"
         )
+    facts = next(child for child in base.modules() if isinstance(child, bitsandbytes.nn.Linear4bit)).weight
+    double = "with" if facts.compress_statistics else "without"
     return [
-        f"{len(packed)} linear layers are stored in NF4 with double quantisation; not quantised: {', '.join(others)}"
+        f"{len(packed)} linear layers are stored in NF4 {double} double quantisation; not quantised: {', '.join(others)}"
     ]
+
+
+class Storing:
+    """Turns linears into stored ones (`kind` int8 or fp8), and keeps count of what the rounding changed."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.layers = 0
+        self._lost = 0.0
+        self._whole = 0.0
+
+    @torch.no_grad()
+    def __call__(self, linear: nn.Linear) -> StoredLinear:
+        """The layer in its stored form, on the same device."""
+        stored = StoredLinear(linear, self.kind)
+        lost, whole = squared_error(linear.weight, stored)
+        self._lost, self._whole = self._lost + lost.item(), self._whole + whole.item()
+        self.layers += 1
+        return stored
+
+    def blocks(self, base: nn.Module, device: torch.device) -> None:
+        """Stores every linear of the blocks on `device`, one at a time, wherever the model stands now."""
+        for name in block_weights(base):
+            base.set_submodule(name, self(base.get_submodule(name).to(device)))  # type: ignore[arg-type]
+
+    def report(self, base: nn.Module) -> list[str]:
+        """The notice: how many layers, how far their weights moved, and what keeps its precision, by name."""
+        if not self.layers:
+            raise ModelError(
+                f"{type(base).__name__} has no linear layer that can be stored in {self.kind}",
+                remedy="set model.base=same",
+            )
+        error = (self._lost / self._whole) ** 0.5 if self._whole else 0.0
+        others = [
+            f"{name} ({str(child.weight.dtype).removeprefix('torch.')})"
+            for name, child in base.named_modules()
+            if isinstance(child, nn.Linear | nn.Embedding) and not isinstance(child, StoredLinear)
+        ]
+        return [
+            f"{self.layers} linear layers are stored in {self.kind}, a scale a row, and decoded at each use; the rounding "
+            f"moved their weights by {error:.2%} (root mean square); not quantised: {', '.join(others)}"
+        ]
+
+
+def block_weights(base: nn.Module) -> list[str]:
+    """Full names of the blocks' plain linear layers: those that a stored base stores."""
+    inside = {id(child) for block in find_blocks(base) for child in block.modules() if type(child) is nn.Linear}
+    return [name for name, child in base.named_modules() if id(child) in inside]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether `dequantised` gives this module's weight: a plain linear, or one stored in 4 or 8 bits."""
+    return type(module) in (nn.Linear, StoredLinear) or type(module).__name__ == "Linear4bit"
+
+
+def dequantised(module: nn.Module) -> Tensor:
+    """The weight [out, in] that a linear multiplies with: its own, or decoded anew at each call (4 and 8 bits).
+
+    The type is that of the weight before it was stored. ModelError for a module that `is_linear` refuses.
+    """
+    if type(module) in (nn.Linear, StoredLinear):
+        return module.weight  # type: ignore[return-value]
+    if not is_linear(module):
+        raise ModelError(f"{type(module).__name__} is no linear layer whose weight is known")
+    from bitsandbytes.functional import dequantize_4bit
+
+    packed: Any = module.weight
+    state = packed.quant_state if packed.quant_state is not None else module.quant_state
+    return dequantize_4bit(packed.data, state)

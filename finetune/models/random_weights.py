@@ -8,13 +8,14 @@ than the model as it is stored and one weight on its way into a quantised form.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from finetune.models.quantized import nf4_config
+from finetune.models.quantized import block_weights, nf4_config
 
 SPREAD = 0.02
 """Standard deviation of matrices, as Llama and Qwen2 begin."""
@@ -22,51 +23,51 @@ SPREAD = 0.02
 
 @dataclass(frozen=True)
 class Making:
-    """How weights are made: `base` is the storage of the blocks' linears (model.base), `dtype` that of all others."""
+    """How weights are made, in `dtype`; `nf4`: the linears' packed in 4 bits, with or without double quantisation."""
 
     dtype: torch.dtype
     device: torch.device
     seed: int
     attention: str
-    base: str = "same"
+    nf4: bool = False
     double_quant: bool = True
 
 
 @torch.no_grad()
-def make(config: Any, making: Making) -> Any:
+def make(config: Any, making: Making, store: Callable[[nn.Linear], nn.Module] | None = None) -> Any:
     """A transformers causal LM: matrices normal with spread 0.02, norms 1, biases 0.
 
     Each weight is drawn by the seed and its own name alone, so every rank gets the same bits, and a model of fewer
-    blocks has the first blocks of the whole one. Another kind of device draws other numbers.
+    blocks has the first blocks of the whole one. Another kind of device draws other numbers. `store` turns each linear
+    of the blocks into its stored form as soon as it is made.
     """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=making.dtype, attn_implementation=making.attention)
     quantizer = None
-    if making.base == "nf4":
+    if making.nf4:
         from transformers.quantizers import AutoHfQuantizer
 
         quantizer = AutoHfQuantizer.from_config(nf4_config(making.dtype, making.double_quant), pre_quantized=False)
         quantizer.preprocess_model(model=model, dtype=making.dtype, device_map={"": str(making.device)})
-    made: dict[int, nn.Parameter] = {}
+    stored = set(block_weights(model)) if store is not None else set()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head.weight is embedding.weight
     for name, module in list(model.named_modules()):
-        _fill(name, module, making, made)
+        if tied and module is head:
+            head.weight = embedding.weight
+            continue
+        for leaf, empty in list(module.named_parameters(recurse=False)):
+            setattr(module, leaf, _parameter(f"{name}.{leaf}", module, leaf, empty, making))
+        if name in stored:
+            model.set_submodule(name, store(module))  # type: ignore[misc]
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             # The rotary tables: a function of the config, kept in fp32.
             model.set_submodule(name, type(module)(config).to(making.device))
-    model.tie_weights()
     if quantizer is not None:
         quantizer.postprocess_model(model)
     return model.eval()
-
-
-def _fill(prefix: str, module: nn.Module, making: Making, made: dict[int, nn.Parameter]) -> None:
-    """Puts a real weight in place of each of the module's own that is on the meta device; shared ones stay shared."""
-    for leaf, empty in list(module.named_parameters(recurse=False)):
-        if id(empty) not in made:
-            made[id(empty)] = _parameter(f"{prefix}.{leaf}", module, leaf, empty, making)
-        setattr(module, leaf, made[id(empty)])
 
 
 def _parameter(name: str, module: nn.Module, leaf: str, empty: nn.Parameter, making: Making) -> nn.Parameter:

@@ -190,7 +190,7 @@ def _loss(moment: chunked_loss.LossBytes) -> Bytes:
 def _staging(shape: Shape, storage: Storage) -> int:
     """The largest tensor once more, as it is read before it is cast, moved or quantised."""
     largest = max((linear.parameters for linear in shape.linears), default=0)
-    return storage.frozen * (largest if storage.nf4 else max(largest, shape.embedding_parameters))
+    return storage.frozen * (largest if storage.coded else max(largest, shape.embedding_parameters))
 
 
 def _update_bytes(device: str, largest: int) -> int:
