@@ -19,7 +19,7 @@ from peft.tuners.lora import Embedding as LoraEmbedding
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.variants import DoraLinearVariant
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 
 from finetune.errors import CheckpointError
@@ -112,7 +112,9 @@ def _plain_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, n
 
 
 def _inner(module: nn.Module) -> nn.Module:
-    """The module whose weights count: the base of an adapter layer, else itself."""
+    """The module whose weights count: the base of an adapter layer or of trained token rows, else itself."""
+    if isinstance(module, TrainableTokensWrapper):
+        return module.token_adapter.base_layer
     return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
 
@@ -129,7 +131,12 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...], Callable
     own = dict(inner.named_parameters(recurse=False))
     if isinstance(inner, StoredLinear):
         own = {"weight": inner.codes, **own}
+    rows = module.token_adapter if isinstance(module, TrainableTokensWrapper) else None
     for name, parameter in own.items():
+        if rows is not None and name == "weight":
+            trained = rows.trainable_tokens_delta[module.active_adapters[0]]
+            yield name, (id(parameter), id(trained)), partial(_with_rows, parameter, trained, _ids(module))
+            continue
         if parameter is getattr(inner, "codes", None):
             plain = partial(_decoded, inner)
         else:
@@ -140,6 +147,17 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...], Callable
             yield name, (id(parameter), id(module)), partial(_with_bias, module, plain)
         else:
             yield name, (id(parameter),), plain
+
+
+def _ids(module: TrainableTokensWrapper) -> list[int]:
+    return list(module.token_adapter.token_indices[module.active_adapters[0]])
+
+
+def _with_rows(parameter: nn.Parameter, trained_ND: Tensor, ids: list[int]) -> Tensor:
+    """The matrix with the rows of trained tokens in place of its own."""
+    full_VD = parameter.detach().float().clone()
+    full_VD[ids] = trained_ND.detach().float()
+    return full_VD
 
 
 def _full(parameter: nn.Parameter) -> Tensor:
@@ -202,6 +220,8 @@ def _dequantised(weight: nn.Parameter) -> Tensor:
 def _module_fault(module: nn.Module) -> str:
     if isinstance(module, ModulesToSaveWrapper):
         return "several trained copies are active, or none"
+    if isinstance(module, TrainableTokensWrapper):
+        return "" if len(module.active_adapters) == 1 else "several sets of token rows are active, or none"
     if isinstance(module, AuxiliaryTrainingWrapper):
         return f"{type(module).__name__} is not supported"
     if isinstance(module, BaseTunerLayer):

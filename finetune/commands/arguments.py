@@ -192,7 +192,7 @@ def _recipe_keys() -> list[str]:
             section = path[0]
             lines.append("")
         entry = f"{key.name}.NAME" if key.pairs else key.name
-        wants = "NAME: text" if key.pairs else key.wants
+        wants = key.wants.removeprefix("a section of ")
         lines.append(f"  {entry:<32}{key.doc}")
         lines.append(f"  {'':<32}({wants}; default {key.default})")
     return lines

@@ -82,11 +82,38 @@ def _batch(recipe: Recipe) -> Problems:
         yield Problem(("train.batch_tokens", "data.max_tokens"), what, remedy)
 
 
+ADAPTER_ALONE = ("rank", "alpha", "dropout", "targets", "scaling", "init", "ranks", "alphas", "modules_to_save")
+"""Keys that say nothing without an adapter."""
+
+
+def _adapter_init(recipe: Recipe) -> Problems:
+    """pissa and olora begin by taking the adapter out of the base's own weights."""
+    adapter = recipe.adapter
+    if adapter.init not in ("pissa", "olora"):
+        return
+    for key, clashes, why in (
+        ("model.base", recipe.model.base != "same", "takes the adapter out of the base, which quantisation would blur"),
+        ("adapter.kind", adapter.kind == "dora", "changes the base, whose norms dora keeps"),
+        ("adapter.path", adapter.path is not None, "makes a new adapter, and one is to be gone on from"),
+    ):
+        if clashes:
+            what = f"adapter.init={adapter.init} {why}"
+            yield Problem(("adapter.init", key), what, "write adapter.init=default, or change the other")
+
+
 def _adapter(recipe: Recipe) -> Problems:
     adapter = recipe.adapter
     if adapter.kind != "none":
         if not adapter.targets:
             yield Problem(("adapter.targets",), "no layer is named", "name layers, or write all-linear")
+        yield from _adapter_init(recipe)
+        for name in ("last_blocks", "modules", "freeze"):
+            if getattr(recipe.train, name):
+                what = f"train.{name} chooses among the model's own parameters, and adapter.kind={adapter.kind} freezes all"
+                remedy = (
+                    f"write adapter.kind=none, or leave train.{name} out (adapter.modules_to_save trains whole layers)"
+                )
+                yield Problem((f"train.{name}", "adapter.kind"), what, remedy)
         return
     if recipe.model.base != "same":
         bits = "4" if recipe.model.base == "nf4" else "8"
@@ -95,7 +122,7 @@ def _adapter(recipe: Recipe) -> Problems:
     if adapter.path is not None:
         what = f"an adapter is to be gone on from ({adapter.path}), and adapter.kind is none"
         yield Problem(("adapter.path", "adapter.kind"), what, "write adapter.kind=lora, or leave adapter.path out")
-    for name in ("rank", "alpha", "dropout", "targets"):
+    for name in ADAPTER_ALONE:
         value = getattr(adapter, name)
         if value != type(adapter).model_fields[name].default:
             what = f"adapter.{name} is {show(value)}, and adapter.kind is none: the whole model would be trained"

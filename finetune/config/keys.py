@@ -22,7 +22,6 @@ NOT_BUILT = ("model.fp8_compute", "generate.kv_cache")
 
 NOT_BUILT_VALUES = {
     "task": ("vision", "recommender"),
-    "adapter.kind": ("dora",),
 }
 """Values that the design promises and this version lacks."""
 
@@ -65,6 +64,13 @@ ELSEWHERE = {
     "lora_rank": "adapter.rank",
     "lora_alpha": "adapter.alpha",
     "lora_dropout": "adapter.dropout",
+    "use_rslora": "adapter.scaling",
+    "use_dora": "adapter.kind",
+    "init_lora_weights": "adapter.init",
+    "rank_pattern": "adapter.ranks",
+    "alpha_pattern": "adapter.alphas",
+    "unfrozen_parameters": "train.modules",
+    "freeze_trainable_layers": "train.last_blocks",
     "lora_target_modules": "adapter.targets",
     "target_modules": "adapter.targets",
     "base_model": "model.path",

@@ -143,6 +143,11 @@ OptionalPositive = Annotated[Positive | None, Nullable, Wants("a number above 0,
 OptionalText = Annotated[Text | None, Nullable, Wants("text, or null")]
 Names = Annotated[tuple[Text, ...], BeforeValidator(_list), Wants("a list: a,b or [a, b]")]
 Pairs = Annotated[dict[str, Text], BeforeValidator(_pairs), Wants("a section of NAME: text")]
+Counts = Annotated[
+    dict[str, Annotated[int, BeforeValidator(_whole), Field(ge=1)]],
+    BeforeValidator(_pairs),
+    Wants("a section of NAME: whole number"),
+]
 Size = Annotated[
     Annotated[int, Field(ge=1)] | Literal["auto"],
     BeforeValidator(_bytes),
@@ -176,6 +181,10 @@ class ModelSection(Section):
     """How the blocks' frozen matrices are stored: as computed, in 4 bits (QLoRA), or in 8 with a scale a row."""
     double_quant: Switch = True
     """With nf4: store the scales of its blocks in 8 bits too (0.37 bits a weight less)."""
+    new_tokens: Names = ()
+    """Tokens to add to the vocabulary. Their rows begin as the mean of the others and are trained."""
+    new_tokens_path: OptionalText = None
+    """A text file of such tokens, one a line."""
     layers: OptionalCount = None
     """Keep only the first blocks: another, smaller model, for trials and measurements."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
@@ -185,16 +194,26 @@ class ModelSection(Section):
 
 
 class AdapterSection(Section):
-    kind: Literal["none", "lora"] = "none"
-    """none trains every parameter."""
+    kind: Literal["none", "lora", "dora"] = "none"
+    """none trains the model's own parameters; dora is LoRA with a trained size for every output."""
     rank: Count = 16
     """The width of the two small matrices."""
     alpha: Positive = 32.0
     """The adapter's output is scaled by alpha / rank."""
     dropout: Share = 0.0
     """Dropout on the adapter's input."""
+    scaling: Literal["standard", "rslora"] = "standard"
+    """standard: alpha / rank; rslora: alpha / the root of the rank."""
+    init: Literal["default", "gaussian", "pissa", "olora"] = "default"
+    """How the two matrices begin. pissa and olora take them out of the base, by its singular values or a QR."""
     targets: Names = ("all-linear",)
     """Names of linear layers (each must match), or all-linear."""
+    ranks: Counts = {}
+    """Name or pattern of targets: their rank, where it is not adapter.rank."""
+    alphas: Counts = {}
+    """Name or pattern of targets: their alpha, where it is not adapter.alpha."""
+    modules_to_save: Names = ()
+    """Names of layers (norms, embed_tokens, lm_head) that are trained whole and saved with the adapter."""
     path: OptionalText = None
     """Go on from this adapter folder (a run's adapter/, or any peft LoRA)."""
 
@@ -261,6 +280,12 @@ class TrainSection(Section):
     """Passes over the data. Neither this nor max_steps: one pass."""
     max_grad_norm: OptionalPositive = 1.0
     """Clip the gradient's global norm; none leaves it."""
+    last_blocks: OptionalCount = None
+    """Without an adapter: train only the last blocks."""
+    modules: Names = ()
+    """Without an adapter: train only these (names or patterns of modules or parameters), and last_blocks."""
+    freeze: Names = ()
+    """Without an adapter: leave these as they are (names or patterns, such as embed_tokens)."""
     seed: Seed = 0
     """Decides the order of rows and every random draw."""
     stop_after: OptionalCount = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from peft.utils import TrainableTokensWrapper
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,9 +23,11 @@ from finetune.models.adapters import attach, seeded
 from finetune.models.chat_tokens import align_generation, stop_tokens, template_tokens, untrained_tokens
 from finetune.models.config import load_config, loading, origin
 from finetune.models.decoder import assemble, attention_windows
+from finetune.models.new_tokens import extend, give_rows, tokens_of
 from finetune.models.quantized import STORED, Storing, check_stored, keep_layout, nf4_config, quantised_report
 from finetune.models.random_weights import Making, make
 from finetune.models.source import Source, locate
+from finetune.models.trained import choose, is_partial
 from finetune.models.verify import verify
 
 __all__ = ["align_generation", "load_base", "load_config", "load_model", "load_tokenizer", "stop_tokens"]
@@ -33,11 +36,15 @@ Precision = Literal["fp32", "bf16"]
 
 
 def load_tokenizer(section: ModelSection) -> Any:
-    """The fast tokenizer, with a pad token (labels never depend on which). ModelError when there is none."""
+    """The fast tokenizer, with the recipe's new tokens and a pad token (labels never depend on which).
+
+    ModelError when there is none.
+    """
     return _tokenizer(section)[0]
 
 
-def _tokenizer(section: ModelSection) -> tuple[Any, list[str]]:
+def _tokenizer(section: ModelSection) -> tuple[Any, tuple[int, ...], list[str]]:
+    """The tokenizer, the ids of tokens that were added to it, and notices."""
     source = locate(section)
     with loading(source, section):
         tokenizer = AutoTokenizer.from_pretrained(source.place, **origin(source, section))
@@ -47,11 +54,13 @@ def _tokenizer(section: ModelSection) -> tuple[Any, list[str]]:
             where=section.path,
             remedy="use a model with a fast tokenizer (tokenizer.json)",
         )
+    new_ids, notices = extend(tokenizer, section)
     if tokenizer.pad_token_id is not None:
-        return tokenizer, []
+        return tokenizer, new_ids, notices
     chosen = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token or tokenizer.convert_ids_to_tokens(0)
     tokenizer.pad_token = chosen
-    return tokenizer, [f"the tokenizer has no pad token; {chosen!r} is used (labels do not depend on it)"]
+    notices.append(f"the tokenizer has no pad token; {chosen!r} is used (labels do not depend on it)")
+    return tokenizer, new_ids, notices
 
 
 def load_model(
@@ -75,7 +84,7 @@ def load_model(
         _check_draws(config, section)
     if recipe.data.pack:
         attention_windows(config)
-    tokenizer, notices = _tokenizer(section)
+    tokenizer, new_ids, notices = _tokenizer(section)
     whole = training and recipe.adapter.kind == "none"
     if whole and section.base != "same":
         raise ModelError(
@@ -89,12 +98,14 @@ def load_model(
     notices += _precision_notices(config, dtype, section, whole and precision == "bf16")
     with seeded(recipe.train.seed):
         base, loading = _base(recipe, source, config, dtype, torch.device(device))
-    notices += loading
+    notices += loading + give_rows(base, new_ids)
     _check_vocabulary(base, tokenizer, section)
     module: nn.Module = base
-    if recipe.adapter.kind == "lora":
-        module, attached = attach(base, recipe.adapter, source.name, recipe.train.seed)
+    if recipe.adapter.kind != "none":
+        module, attached = attach(base, recipe.adapter, source.name, recipe.train.seed, new_ids)
         notices += attached + _chat_notices(base, tokenizer, recipe)
+    elif whole and is_partial(recipe.train):
+        notices += choose(base, recipe.train, DTYPES[precision])
     notices += align_generation(base, tokenizer)
     if shape is None:
         from finetune.models.shapes import shape_of
@@ -102,17 +113,22 @@ def load_model(
         shape = shape_of(config)
     model = assemble(module, tokenizer, shape, source.name, tuple(notices))
     model.module.eval()
-    verify(model, packed=recipe.data.pack, training=training)
+    # Where whole layers in fp32 meet frozen ones in bf16, only autocast makes them one model, as in training.
+    mixed = precision == "bf16" and len({p.dtype for n, p in module.named_parameters() if ".lora_" not in n}) > 1
+    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mixed):
+        verify(model, packed=recipe.data.pack, training=training)
     return model
 
 
 def load_base(recipe: Recipe, device: torch.device | str, precision: Precision) -> str | nn.Module:
     """What a peft adapter of this recipe is put on: the place that transformers loads it from, or, where no file holds
-    it as it is (random weights, fewer blocks), the model made anew."""
+    it as it is (random weights, fewer blocks, new tokens), the model made anew."""
     section, source = recipe.model, locate(recipe.model)
-    if not source.random and section.layers is None and section.base not in STORED:
+    if not source.random and section.layers is None and section.base not in STORED and not tokens_of(section):
         return source.place
-    return _base(recipe, source, load_config(section), DTYPES[precision], torch.device(device))[0]
+    base = _base(recipe, source, load_config(section), DTYPES[precision], torch.device(device))[0]
+    give_rows(base, _tokenizer(section)[1])
+    return base
 
 
 def _base(
@@ -226,12 +242,16 @@ def _precision_notices(config: Any, dtype: torch.dtype, section: ModelSection, a
 
 def _chat_notices(base: Any, tokenizer: Any, recipe: Recipe) -> list[str]:
     """Case B21, where embedding and head rows stay frozen."""
-    trained = {
-        id(child) for name, child in base.named_modules() if hasattr(child, "lora_A") or hasattr(child, "lora_B")
-    }
-    if id(base.get_input_embeddings()) in trained and id(base.get_output_embeddings()) in trained:
+    sides = (base.get_input_embeddings(), base.get_output_embeddings())
+    if all(_is_trained(side) for side in sides):
         return []
     tokens = template_tokens(tokenizer) if recipe.data.template == "messages" else []
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in tokens:
         tokens = [*tokens, tokenizer.eos_token_id]
     return untrained_tokens(base, tokenizer, tokens)
+
+
+def _is_trained(side: nn.Module) -> bool:
+    """Whether the rows of any token can move: single trained rows are those of new tokens alone."""
+    whole = not isinstance(side, TrainableTokensWrapper)
+    return whole and any(parameter.requires_grad for parameter in side.parameters())
