@@ -28,13 +28,24 @@ def saved_by_block(shape: Shape, storage: Storage, work: Work) -> int:
     token += _attention_output(counted["attention_out"], heads, storage)
     token += storage.compute * shape.intermediate * counted["mlp_out"]
     token += storage.compute * storage.rank * len(storage.targets)
+    if storage.dora:
+        token += _dora(shape, storage)
     return work.tokens * token + cast_weights(shape, storage)
+
+
+def _dora(shape: Shape, storage: Storage) -> int:
+    """Bytes a token of DoRA's own: each target keeps its frozen output, the adapter's, and their scaled sum's parts."""
+    outputs = sum(linear.outputs for linear in shape.linears if linear.name in storage.targets)
+    return outputs * (storage.compute + 8)
 
 
 def cast_weights(shape: Shape, storage: Storage) -> int:
     """Bytes of the 16-bit copies that autocast makes of one block's trained fp32 weights, kept until its backward."""
     if not storage.cast:
         return 0
+    if storage.trained and storage.part is not None:
+        linears = sum(elements for elements, role in storage.part.tensors if role == "block")
+        return storage.compute * linears // max(1, storage.live_blocks(shape))
     if storage.trained:
         return storage.compute * shape.linear_parameters
     return storage.compute * (sum(adapter_tensors(shape, storage)) // shape.blocks)

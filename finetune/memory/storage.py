@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from finetune.config.schema import Recipe
 from finetune.contracts import LinearShape, Shape
 from finetune.errors import InputError
+from finetune.memory.part import EMBEDDING_NAMES, HEAD_NAMES, Part, part_of
 
 NF4_BITS = {True: 4 + 8 / 64 + 32 / (64 * 256), False: 4 + 32 / 64}
 """Bits a parameter in NF4, by whether its scales are quantised too: 4, and for every 64 a scale of 8 bits (with a fp32 for
@@ -27,8 +28,6 @@ PLACES = {
     "mlp_out": ("down_proj", "fc2", "w2", "dense_4h_to_h", "fc_out"),
 }
 """Which input a block's linear reads, by the last part of its name; other names go by their widths."""
-HEAD_NAMES = ("lm_head", "embed_out", "output")
-EMBEDDING_NAMES = ("embed_tokens", "wte", "embed_in")
 BLOCK_NUMBER = re.compile(r"(?<![^.])([0-9]+|\[[^].]*]|[*?]+)\.")
 """A part of an adapter's target that is a block's number, or a pattern of such."""
 
@@ -50,7 +49,10 @@ class Storage:
     """Bytes of an element where it matters, and what is trained.
 
     `compute`, `stream`: see the file's top. `frozen`: bytes of a frozen weight that is not quantised; `base`,
-    `double_quant`: how the blocks' linears are stored (model.base). `trained`: every parameter
+    `double_quant`: how the blocks' linears are stored (model.base). `dora`: every adapted output has a trained size;
+    `doubled`: the adapter's first weights stay beside it (pissa, olora). `part`: trained tensors of the model's
+    own where only some are: whole layers beside an adapter, or a part of a full fine-tune. `own_head`: the
+    loss goes through the head's own forward (an adapter on it, a trained copy, changed logits). `trained`: every parameter
     trains. `rank` and `targets`: the adapter, by names of a block's linears (0 and empty: none); `head_adapted`,
     `embedding_adapted`: it reaches those too. `packed`: rows carry a dense bool attention mask.
     """
@@ -70,6 +72,11 @@ class Storage:
     device: str = "cpu"
     base: str = "same"
     double_quant: bool = True
+    dora: bool = False
+    doubled: bool = False
+    part: Part | None = None
+    tied: bool = False
+    own_head: bool = False
 
     @property
     def cast(self) -> bool:
@@ -88,9 +95,15 @@ class Storage:
         return self.cast and not self.trained and not self.nf4
 
     @property
-    def trained_head(self) -> bool:
-        """The output projection has a gradient of its own."""
-        return self.trained or self.head_adapted
+    def whole_head(self) -> bool:
+        """The head's own matrix (the embedding, where they are tied) is trained."""
+        if self.part is None:
+            return self.trained
+        return any(role == "head" or (self.tied and role == "embedding") for _, role in self.part.tensors)
+
+    def live_blocks(self, shape: Shape) -> int:
+        """Blocks that keep anything for backward: in part of a full fine-tune, those from the first trained one on."""
+        return shape.blocks - self.part.first if self.trained and self.part is not None else shape.blocks
 
 
 def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu") -> Storage:
@@ -101,13 +114,18 @@ def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu"
     compute = 2 if precision == "bf16" else 4
     trained = recipe.adapter.kind == "none"
     blocks, head, embedding = (frozenset[str](), False, False) if trained else _targets(shape, recipe.adapter.targets)
+    part = part_of(shape, recipe)
+    roles = {role for _, role in part.tensors} if part is not None else set()
+    # The residual stream is as wide as the embedding's rows.
+    wide = trained and (part is None or "embedding" in roles)
     return Storage(
         compute=compute,
-        stream=4 if trained else compute,
+        stream=4 if wide else compute,
         frozen=compute,
         trained=trained,
         nf4=recipe.model.base == "nf4",
-        rank=0 if trained else recipe.adapter.rank,
+        # The widest of ranks by name counts for all.
+        rank=0 if trained else max(recipe.adapter.rank, *recipe.adapter.ranks.values(), 1),
         targets=blocks,
         head_adapted=head,
         embedding_adapted=embedding,
@@ -117,6 +135,11 @@ def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu"
         device=device,
         base=recipe.model.base,
         double_quant=recipe.model.double_quant,
+        dora=recipe.adapter.kind == "dora",
+        doubled=recipe.adapter.init in ("pissa", "olora"),
+        part=part,
+        tied=shape.tied,
+        own_head=head or shape.changed_logits or (not trained and bool(roles & {"head", "embedding"})),
     )
 
 
@@ -173,7 +196,8 @@ def place_of(linear: LinearShape, shape: Shape) -> str:
 
 
 def adapter_tensors(shape: Shape, storage: Storage) -> list[int]:
-    """Elements of each tensor that the adapter adds: A [rank, inputs] and B [outputs, rank] of every target."""
+    """Elements of each tensor that the adapter trains: A [rank, inputs], B [outputs, rank] and, with DoRA, a size
+    for every output of every target."""
     pairs = [
         (linear.inputs, linear.outputs) for linear in shape.linears if linear.name in storage.targets
     ] * shape.blocks
@@ -181,13 +205,17 @@ def adapter_tensors(shape: Shape, storage: Storage) -> list[int]:
         pairs.append((shape.hidden, shape.vocabulary))
     if storage.embedding_adapted:
         pairs.append((shape.vocabulary, shape.hidden))
-    return [storage.rank * width for pair in pairs for width in pair]
+    sizes = [outputs for _, outputs in pairs] if storage.dora else []
+    return [storage.rank * width for pair in pairs for width in pair] + sizes
 
 
 def trained_tensors(shape: Shape, storage: Storage) -> list[tuple[int, str]]:
     """Elements and role (`embedding`, `head`, `block`, `extra`) of every trained tensor."""
+    own = list(storage.part.tensors) if storage.part is not None else []
     if not storage.trained:
-        return [(elements, "block") for elements in adapter_tensors(shape, storage)]
+        return [(elements, "block") for elements in adapter_tensors(shape, storage)] + own
+    if storage.part is not None:
+        return own
     block = [(linear.parameters, "block") for linear in shape.linears]
     # Norms and biases are vectors; their exact number does not matter to a byte count, their width nearly does.
     vectors = max(1, round(shape.block_extra / shape.hidden))
@@ -200,9 +228,11 @@ def trained_tensors(shape: Shape, storage: Storage) -> list[tuple[int, str]]:
 
 def weight_bytes(shape: Shape, storage: Storage) -> int:
     """All weights as they stand in memory during a run: frozen ones as stored, trained ones (adapters too) in fp32."""
+    own = sum(elements for elements, _ in storage.part.tensors) if storage.part is not None else 0
     if storage.trained:
-        return 4 * shape.parameters
-    adapter = 4 * sum(adapter_tensors(shape, storage))
+        part = shape.parameters if storage.part is None else own
+        return 4 * part + storage.frozen * (shape.parameters - part)
+    adapter = 4 * (sum(adapter_tensors(shape, storage)) * (2 if storage.doubled else 1) + own)
     if not storage.coded:
         return storage.frozen * shape.parameters + adapter
     linears = shape.blocks * shape.linear_parameters

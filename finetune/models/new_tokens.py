@@ -9,8 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from finetune.config.schema import ModelSection
 from finetune.environment import user_path
 from finetune.errors import ModelError
@@ -61,12 +59,13 @@ def extend(tokenizer: Any, section: ModelSection) -> tuple[tuple[int, ...], list
     return ids, notices
 
 
-@torch.no_grad()
 def give_rows(base: Any, ids: tuple[int, ...]) -> list[str]:
     """Rows for the tokens `ids` in embedding and head (one matrix where they are tied); returns notices.
 
     A model whose matrices have spare rows keeps its size. Every row below the first new id counts for the mean.
     """
+    import torch
+
     if not ids:
         return []
     before = base.get_input_embeddings().weight.shape[0]
@@ -74,8 +73,9 @@ def give_rows(base: Any, ids: tuple[int, ...]) -> list[str]:
         # What it would draw for the new rows is replaced below.
         base.resize_token_embeddings(max(ids) + 1, mean_resizing=False)
     embedding, head = base.get_input_embeddings().weight, base.get_output_embeddings().weight
-    for weight_VD in (embedding,) if head is embedding else (embedding, head):
-        weight_VD[list(ids)] = weight_VD[: min(ids)].mean(dim=0, dtype=torch.float32).to(weight_VD.dtype)
+    with torch.no_grad():
+        for weight_VD in (embedding,) if head is embedding else (embedding, head):
+            weight_VD[list(ids)] = weight_VD[: min(ids)].mean(dim=0, dtype=torch.float32).to(weight_VD.dtype)
     sides = "embedding, which is the head too" if head is embedding else "embedding and head"
     after = embedding.shape[0]
     grown = f"grew from {before} to {after} rows" if after > before else f"had spare rows ({before})"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.contracts import LinearShape, Shape
 from finetune.errors import ModelError
+from finetune.kernels.logits_change import logits_change
 
 if TYPE_CHECKING:
     from torch import nn
@@ -187,6 +188,7 @@ def _counted(name: str, model: nn.Module, text: Any) -> Shape:
         linears=linears,
         block_extra=block - sum(linear.parameters for linear in linears),
         extra=total - inside,
+        changed_logits=logits_change(text) is not None,
     )
     if shape.parameters != total or shape.extra < 0 or tuple(head.weight.shape) != (vocabulary, hidden):
         raise ModelError(

@@ -130,10 +130,10 @@ class _Parts:
                 "workspace": activations.block_workspace(shape, storage, work),
             }
         )
-        head = 4 * shape.vocabulary * shape.hidden if storage.trained else 0
+        head = 4 * shape.vocabulary * shape.hidden if storage.whole_head else 0
         last = (
             0
-            if not storage.trained
+            if not storage.trained or storage.part is not None
             else 4 * (shape.block_parameters + (0 if shape.tied else shape.embedding_parameters))
         )
         norm = Bytes({"workspace": activations.norm_workspace(shape, storage, work)})
@@ -150,6 +150,7 @@ class _Parts:
         """What the first `blocks` blocks keep, and what stands as long as any of them does."""
         on = self.plan.activation_checkpointing
         kept = checkpointing.kept_bytes(self.shape, self.storage, self.work, on)
+        blocks = min(blocks, self.storage.live_blocks(self.shape))
         if blocks < self.shape.blocks:
             kept = min(kept, -(-kept * blocks // self.shape.blocks))
         return Bytes({"boundaries" if on else "activations": kept}) + self._around()
@@ -165,7 +166,7 @@ class _Parts:
         """The widest moment of a forward without gradients, with the step's micro-batch and chunks."""
         shape, storage, work = self.shape, self.storage, self.work
         loss, _ = chunked_loss.loss_moments(shape, storage, work, self.plan.loss_chunk, gradients=False)
-        casts = Bytes({"weight casts": shape.blocks * activations.cast_weights(shape, storage)})
+        casts = Bytes({"weight casts": storage.live_blocks(shape) * activations.cast_weights(shape, storage)})
         blocks = Bytes({"workspace": activations.forward_workspace(shape, storage, work)})
         return self._around() + max(_loss(loss) + casts, blocks, key=lambda moment: moment.total)
 
@@ -180,7 +181,7 @@ class _Parts:
         """
         if not self.plan.activation_checkpointing:
             return 0
-        return self.shape.blocks * activations.cast_weights(self.shape, self.storage)
+        return self.storage.live_blocks(self.shape) * activations.cast_weights(self.shape, self.storage)
 
 
 def _loss(moment: chunked_loss.LossBytes) -> Bytes:
