@@ -34,9 +34,18 @@ def saved_by_block(shape: Shape, storage: Storage, work: Work) -> int:
 
 
 def _dora(shape: Shape, storage: Storage) -> int:
-    """Bytes a token of DoRA's own: each target keeps its frozen output, the adapter's, and their scaled sum's parts."""
+    """Bytes a token of DoRA's own: each target keeps its frozen output and the adapter's, for the sizes' gradients.
+
+    A ninth more than those two: small tensors of each layer, measured.
+    """
     outputs = sum(linear.outputs for linear in shape.linears if linear.name in storage.targets)
-    return outputs * (storage.compute + 8)
+    return outputs * (2 * storage.compute + 1)
+
+
+def _dora_workspace(shape: Shape, storage: Storage) -> int:
+    """What peft makes for a target's norm: B A from an identity [inputs, inputs], it and the weight as they compute."""
+    wide = [linear for linear in shape.linears if linear.name in storage.targets]
+    return max((4 * li.inputs**2 + (4 + 3 * storage.compute) * li.parameters for li in wide), default=0)
 
 
 def cast_weights(shape: Shape, storage: Storage) -> int:
@@ -97,6 +106,8 @@ def block_workspace(shape: Shape, storage: Storage, work: Work) -> int:
     total = tokens * thin + backward
     if storage.targets and storage.recast:
         total = max(total, tokens * (wide + 4 * shape.intermediate + 7 * thin))
+    if storage.dora:
+        total += _dora_workspace(shape, storage)
     return total + (storage.compute * largest if storage.coded else 0)
 
 
