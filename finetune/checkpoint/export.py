@@ -91,7 +91,7 @@ def export_adapter(model: Model, folder: Path, new_tokens: Sequence[str] = ()) -
     _require_complete(model, set(tensors))
     needed = 2 * sum(t.numel() * t.element_size() for t in tensors.values()) + SLACK
     notices = adapter_notices(model) + ([vocabulary_notice(model, new_tokens)] if new_tokens else [])
-    facts = {"kind": "adapter", "base": model.source, "notices": notices}
+    facts: dict[str, Any] = {"kind": "adapter", "base": model.source, "notices": notices}
     if new_tokens:
         facts |= {"new_tokens": list(new_tokens), "vocabulary": _rows(model)}
     with _result(folder, needed, facts) as new:

@@ -59,8 +59,9 @@ def base_dtype(base: nn.Module) -> torch.dtype:
     """The type that most of the base's weights have, 4-bit ones counted as what they were quantised from."""
     counts: Counter[torch.dtype] = Counter()
     for _, module in _plain_modules(base):
-        if isinstance(_inner(module), StoredLinear):
-            counts[_inner(module).dtype] += _inner(module).codes.numel()
+        inner = _inner(module)
+        if isinstance(inner, StoredLinear):
+            counts[inner.dtype] += inner.codes.numel()
         for parameter in _inner(module).parameters(recurse=False):
             if _is_4bit(_inner(module)) and hasattr(parameter, "quant_state"):
                 counts[parameter.quant_state.dtype] += parameter.quant_state.shape.numel()
@@ -128,16 +129,15 @@ def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 def _weights(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Tensor]]]:
     """(last name, identities of what it is made of, function that gives it in fp32) of a module's own weights."""
     inner = _inner(module)
-    own = dict(inner.named_parameters(recurse=False))
+    own: dict[str, Tensor] = dict(inner.named_parameters(recurse=False))
     if isinstance(inner, StoredLinear):
         own = {"weight": inner.codes, **own}
-    rows = module.token_adapter if isinstance(module, TrainableTokensWrapper) else None
     for name, parameter in own.items():
-        if rows is not None and name == "weight":
-            trained = rows.trainable_tokens_delta[module.active_adapters[0]]
+        if isinstance(module, TrainableTokensWrapper) and name == "weight":
+            trained = module.token_adapter.trainable_tokens_delta[module.active_adapters[0]]
             yield name, (id(parameter), id(trained)), partial(_with_rows, parameter, trained, _ids(module))
             continue
-        if parameter is getattr(inner, "codes", None):
+        if isinstance(inner, StoredLinear) and name == "weight":
             plain = partial(_decoded, inner)
         else:
             plain = partial(_dequantised if name == "weight" and _is_4bit(inner) else _full, parameter)
@@ -153,7 +153,7 @@ def _ids(module: TrainableTokensWrapper) -> list[int]:
     return list(module.token_adapter.token_indices[module.active_adapters[0]])
 
 
-def _with_rows(parameter: nn.Parameter, trained_ND: Tensor, ids: list[int]) -> Tensor:
+def _with_rows(parameter: Tensor, trained_ND: Tensor, ids: list[int]) -> Tensor:
     """The matrix with the rows of trained tokens in place of its own."""
     full_VD = parameter.detach().float().clone()
     full_VD[ids] = trained_ND.detach().float()

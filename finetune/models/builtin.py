@@ -250,7 +250,12 @@ def _shape(family: str, widths: tuple[int, int, int], heads: tuple[int, int], **
     return Builtin("a published shape with random weights", 1, _make_shape(family, settings), False, random=True)
 
 
-LLAMA3 = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "tie_word_embeddings": False}
+LLAMA3: dict[str, Any] = {
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
 LLAMA3 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
 LLAMA32_ROPE = {
     "rope_type": "llama3",
@@ -260,8 +265,18 @@ LLAMA32_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-LLAMA32 = {**LLAMA3, "max_position_embeddings": 131072, "tie_word_embeddings": True, "rope_parameters": LLAMA32_ROPE}
-QWEN25 = {"vocab_size": 152064, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": False}
+LLAMA32: dict[str, Any] = {
+    **LLAMA3,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "rope_parameters": LLAMA32_ROPE,
+}
+QWEN25: dict[str, Any] = {
+    "vocab_size": 152064,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
 QWEN25 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}
 
 BUILTINS = {

@@ -93,9 +93,12 @@ def load_model(
             remedy="set adapter.kind=lora, or model.base=same",
         )
     dtype = torch.float32 if whole else DTYPES[precision]
+    partial = whole and is_partial(recipe.train)
+    if partial and (source.random or _stored_dtype(config) == DTYPES[precision]):
+        dtype = DTYPES[precision]  # nothing is lost, and the frozen part is never held in fp32
     stored = check_stored(config, section.base, section.path)
     notices += [stored] if stored else []
-    notices += _precision_notices(config, dtype, section, whole and precision == "bf16")
+    notices += _precision_notices(config, dtype, section, whole and not partial and precision == "bf16")
     with seeded(recipe.train.seed):
         base, loading = _base(recipe, source, config, dtype, torch.device(device))
     notices += loading + give_rows(base, new_ids)
@@ -104,7 +107,7 @@ def load_model(
     if recipe.adapter.kind != "none":
         module, attached = attach(base, recipe.adapter, source.name, recipe.train.seed, new_ids)
         notices += attached + _chat_notices(base, tokenizer, recipe)
-    elif whole and is_partial(recipe.train):
+    elif partial:
         notices += choose(base, recipe.train, DTYPES[precision])
     notices += align_generation(base, tokenizer)
     if shape is None:
@@ -228,8 +231,7 @@ def _check_vocabulary(base: Any, tokenizer: Any, section: ModelSection) -> None:
 
 def _precision_notices(config: Any, dtype: torch.dtype, section: ModelSection, autocast: bool) -> list[str]:
     notices = []
-    stored = getattr(config, "dtype", None)
-    stored = getattr(torch, stored, None) if isinstance(stored, str) else stored
+    stored = _stored_dtype(config)
     short = str(dtype).removeprefix("torch.")
     if autocast:
         notices.append("every parameter is trained: weights are held in fp32, products are made in bf16 (autocast)")
@@ -238,6 +240,11 @@ def _precision_notices(config: Any, dtype: torch.dtype, section: ModelSection, a
     if getattr(config, "router_aux_loss_coef", None):
         notices.append("the router's balance loss is not part of the training loss")
     return notices
+
+
+def _stored_dtype(config: Any) -> torch.dtype | None:
+    stored = getattr(config, "dtype", None)
+    return getattr(torch, stored, None) if isinstance(stored, str) else stored
 
 
 def _chat_notices(base: Any, tokenizer: Any, recipe: Recipe) -> list[str]:

@@ -54,7 +54,9 @@ def make(config: Any, making: Making, store: Callable[[nn.Linear], nn.Module] | 
     stored = set(block_weights(model)) if store is not None else set()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
-    for name, module in list(model.named_modules()):
+    # By name, so that nothing keeps a layer that was replaced.
+    for name in [name for name, _ in model.named_modules()]:
+        module = model.get_submodule(name)
         if tied and module is head:
             head.weight = embedding.weight
             continue

@@ -61,8 +61,8 @@ def locate(section: ModelSection) -> Source:
         what = f"model.revision={section.revision}, but {path} is no hub id: it has no revisions"
         raise ModelError(what, "model.revision", "leave it out, or set model.path to a hub id")
     if path.startswith(PREFIX):
-        folder, random = resolve(path), has_random_weights(path)
-        return Source(path if random else folder, folder, hub=False, offline=True, random=random)
+        place, random = resolve(path), has_random_weights(path)
+        return Source(path if random else place, place, hub=False, offline=True, random=random)
     folder = user_path(path, "model.path")
     if folder.is_dir():
         _check_folder(folder)

@@ -22,8 +22,10 @@ def is_partial(train: TrainSection) -> bool:
     return bool(train.last_blocks or train.modules or train.freeze)
 
 
-def choose(base: nn.Module, train: TrainSection, frozen: torch.dtype) -> list[str]:
-    """Makes `base` train what the section says and nothing else; frozen parameters become `frozen`. Returns notices.
+def choose(
+    base: nn.Module, train: TrainSection, frozen: torch.dtype, trained: torch.dtype = torch.float32
+) -> list[str]:
+    """Makes `base` train what the section says and nothing else, in the given types. Returns notices.
 
     train.last_blocks and train.modules are added together (neither: everything), then train.freeze is taken away. An
     entry is a name, the end of one, or a pattern, of a module or a parameter. ModelError for one that selects nothing.
@@ -46,8 +48,8 @@ def choose(base: nn.Module, train: TrainSection, frozen: torch.dtype) -> list[st
         raise ModelError("nothing is left to train", "train.freeze", "freeze less, or choose more in train.modules")
     for key, parameter in parameters.items():
         parameter.requires_grad_(key in chosen)
-        parameter.data = parameter.data.to(torch.float32 if key in chosen else frozen)
-    return [_report(base, train, parameters, chosen, frozen)]
+        parameter.data = parameter.data.to(trained if key in chosen else frozen)
+    return [_report(base, parameters, chosen, (trained, frozen))]
 
 
 def _selected(base: nn.Module, entries: tuple[str, ...], names: dict[int, list[str]], where: str) -> set[int]:
@@ -73,7 +75,10 @@ def _means(entry: str, name: str) -> bool:
 
 
 def _report(
-    base: nn.Module, train: TrainSection, parameters: dict[int, nn.Parameter], chosen: set[int], frozen: torch.dtype
+    base: nn.Module,
+    parameters: dict[int, nn.Parameter],
+    chosen: set[int],
+    types: tuple[torch.dtype, torch.dtype],
 ) -> str:
     total = sum(p.numel() for p in parameters.values())
     count = sum(p.numel() for key, p in parameters.items() if key in chosen)
@@ -82,8 +87,8 @@ def _report(
     inside = {id(p) for block in blocks for p in block.parameters()}
     others = [name for name, p in base.named_parameters() if id(p) in chosen and id(p) not in inside]
     outside = f"; outside them {', '.join(others)}" if others else ""
-    short = str(frozen).removeprefix("torch.")
+    held, short = (str(dtype).removeprefix("torch.") for dtype in types)
     return (
-        f"{count:,} of {total:,} parameters ({count / total:.1%}) are trained (fp32), in {touched} of {len(blocks)} blocks"
+        f"{count:,} of {total:,} parameters ({count / total:.1%}) are trained ({held}), in {touched} of {len(blocks)} blocks"
         f"{outside}; the others are frozen and held in {short}"
     )

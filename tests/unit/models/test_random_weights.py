@@ -4,13 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
 from transformers import AutoModelForCausalLM
 
 from finetune.errors import ModelError
+from finetune.kernels import stored_linear
 from finetune.models.builtin import BUILTINS, resolve
 from finetune.models.load import load_model
+from finetune.models.quantized import Storing
+from finetune.models.random_weights import Making, make
 from finetune.models.shapes import NAMES, SHAPES, shape_for, shape_of
+from tests.unit.planner.live_bytes import LiveBytes
 
 PATH = "builtin:tiny-random"
 RANDOM = [name for name, row in BUILTINS.items() if row.random]
@@ -59,13 +64,35 @@ def test_nf4_is_made_packed_from_the_same_weights(recipe):
     layers = {name: child for name, child in packed.base.named_modules() if isinstance(child, Linear4bit)}
     assert len(layers) == 14
     for name, child in layers.items():
-        from bitsandbytes.functional import dequantize_4bit
-
         weight = dequantize_4bit(child.weight.data, child.weight.quant_state)
         original = whole.base.get_submodule(name).weight
         # NF4's widest step is a sixth of a block's largest magnitude (4 to 5 spreads).
         assert (weight - original).abs().max() < 0.02 * 5 / 6, name
     assert packed.base.is_loaded_in_4bit
+
+
+class RealBytes(LiveBytes):
+    """Bytes without those of the meta device, which are none."""
+
+    def _count(self, storage):
+        if storage.device.type != "meta":
+            super()._count(storage)
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8", "fp8"])
+def test_making_a_packed_model_never_holds_more_than_it_and_one_block(base, monkeypatch):
+    from transformers import LlamaConfig
+
+    monkeypatch.setattr(stored_linear, "ROWS", 32)  # matrices of a real size have many times the rows that are encoded
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=8)
+    making = Making(torch.bfloat16, torch.device("cpu"), 0, "sdpa", base == "nf4")
+    with RealBytes() as live:
+        model = make(config, making, None if base == "nf4" else Storing(base))
+    block = 2 * shape_of(config).block_parameters
+    assert live.now < 8 * block  # packed it is less than its blocks in bf16
+    assert live.peak - live.now <= block
+    assert model.config.num_hidden_layers == 8
 
 
 @pytest.mark.parametrize("path", [PATH, "builtin:tiny"])
