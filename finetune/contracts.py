@@ -37,7 +37,8 @@ class Shape:
     """The counts of a decoder that the planner needs; no tensors.
 
     `block_extra` are a block's parameters outside its linears (norms, biases); `extra` those outside blocks,
-    embedding and head (the final norm). `changed_logits`: the model caps or scales its logits after the head.
+    embedding and head (the final norm). `changed_logits`: the model caps or scales its logits after the head. `family` is
+    transformers' model type, empty where it is not known.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Shape:
     block_extra: int
     extra: int
     changed_logits: bool = False
+    family: str = ""
 
     @property
     def linear_parameters(self) -> int:
@@ -98,13 +100,15 @@ class Plan:
     """How a recipe runs on this machine. Nothing in it changes the mathematics.
 
     `micro_batch` is rows a forward pass on one rank; `loss_chunk` is positions whose logits exist at once (0: all);
-    `ranks` is the number of data-parallel processes.
+    `ranks` is the number of data-parallel processes; `attention` the kernel of fast blocks.
     """
 
     device: str
     micro_batch: int
     activation_checkpointing: bool
     loss_chunk: int
+    fast_block: bool = False
+    attention: str = "auto"
     weights: str = "resident"
     ranks: int = 1
     reasons: tuple[str, ...] = ()
@@ -163,7 +167,8 @@ class Model:
 
     `module` runs forward (peft's wrapper when there is an adapter); `base` is the transformers model inside; `backbone`
     returns hidden states [B, S, D]; `head` is the output projection; `blocks` are the repeated units in order. `notices`
-    say what loading decided or changed; they are for the user to see.
+    say what loading decided or changed; they are for the user to see. `fast` is how fast blocks run (None: the model
+    class's own forward runs).
     """
 
     module: nn.Module
@@ -175,6 +180,7 @@ class Model:
     shape: Shape
     source: str
     notices: tuple[str, ...] = ()
+    fast: Any = None
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name, in model order."""

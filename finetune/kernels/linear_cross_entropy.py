@@ -136,7 +136,7 @@ class _Gradients:
         self.bias = torch.zeros_like(bias_V) if needed[2] and bias_V is not None else None
 
     def add(self, slope_CV: Tensor, hidden_CD: Tensor, weight_VD: Tensor, rows_C: Tensor | slice) -> None:
-        """Adds one chunk: `slope_CV` is the loss's derivative by the chunk's logits, in the sum dtype."""
+        """Adds one chunk: `slope_CV` is the loss's derivative by the chunk's logits, in the sum or the compute dtype."""
         if self.bias is not None:
             self.bias += slope_CV.sum(0)
         slope_CV = slope_CV.to(hidden_CD.dtype)
@@ -171,10 +171,14 @@ class _ChunkedLoss(torch.autograd.Function):
             # A function, so that one chunk's logits are gone before the next are made.
             hidden_CD = hidden_ND[rows_C].to(job.compute)
             weights_C = None if weights_N is None else weights_N[rows_C]
-            logits_CV = (hidden_CD @ cast_VD.t()).to(_sum_dtype(job.compute))
-            if bias_V is not None:
-                logits_CV += bias_V
-            total.add_(_loss(logits_CV, labels_N[rows_C], weights_C, slope=any(needed)))
+            logits_CV = hidden_CD @ cast_VD.t()
+            if bias_V is None and logits_CV.is_cuda and job.compute != torch.float64:
+                total.add_(_fused_loss(logits_CV, labels_N[rows_C], weights_C, slope=any(needed)))
+            else:
+                logits_CV = logits_CV.to(_sum_dtype(job.compute))
+                if bias_V is not None:
+                    logits_CV += bias_V
+                total.add_(_loss(logits_CV, labels_N[rows_C], weights_C, slope=any(needed)))
             if any(needed):
                 gradients.add(logits_CV, hidden_CD, cast_VD, rows_C)
 
@@ -210,6 +214,13 @@ def _chunks(labels_N: Tensor, chunk: int) -> list[Tensor | slice]:
     if kept.numel() == labels_N.numel():
         return [slice(start, start + chunk) for start in range(0, labels_N.numel(), chunk)]
     return list(kept.split(chunk)) if kept.numel() else []
+
+
+def _fused_loss(logits_CV: Tensor, labels_C: Tensor, weights_C: Tensor | None, slope: bool) -> Tensor:
+    """As `_loss`, with logits and derivative in the compute dtype and everything between in fp32."""
+    from finetune.kernels.fused import cross_entropy as fused
+
+    return fused.loss_(logits_CV, labels_C.contiguous(), weights_C, slope).sum(dtype=torch.float64)
 
 
 def _loss(logits_CV: Tensor, labels_C: Tensor, weights_C: Tensor | None, slope: bool) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 from finetune.contracts import Shape
+from finetune.memory import fast_block
 from finetune.memory.storage import Storage, Work, adapter_tensors, place_of
 
 
@@ -20,6 +21,8 @@ def boundary(shape: Shape, storage: Storage) -> int:
 
 def saved_by_block(shape: Shape, storage: Storage, work: Work) -> int:
     """Bytes that one block leaves for backward, its input included."""
+    if storage.fast:
+        return fast_block.saved_by_block(shape, storage, work)
     token = 2 * _norm(shape, storage) + _attention(shape, storage, work.length) + _mlp(shape, storage)
     counted = _readers(shape, storage)
     heads = shape.heads * shape.head_dim
@@ -50,7 +53,7 @@ def _dora_workspace(shape: Shape, storage: Storage) -> int:
 
 def cast_weights(shape: Shape, storage: Storage) -> int:
     """Bytes of the 16-bit copies that autocast makes of one block's trained fp32 weights, kept until its backward."""
-    if not storage.cast:
+    if not storage.cast or storage.fast:
         return 0
     if storage.trained and storage.part is not None:
         linears = sum(elements for elements, role in storage.part.tensors if role == "block")
@@ -62,6 +65,8 @@ def cast_weights(shape: Shape, storage: Storage) -> int:
 
 def unsaved_by_first(shape: Shape, storage: Storage, work: Work) -> int:
     """Bytes that the first block does not keep: with a frozen embedding, what comes before its first adapter."""
+    if storage.fast:
+        return fast_block.unsaved_by_first(shape, storage, work)
     if storage.trained or storage.embedding_adapted:
         return 0
     readers = _readers(shape, storage)
@@ -77,12 +82,16 @@ def unsaved_by_first(shape: Shape, storage: Storage, work: Work) -> int:
 
 def saved_outside(shape: Shape, storage: Storage, work: Work) -> int:
     """Bytes kept outside the blocks: the final norm, and the rotary tables of the positions."""
+    if storage.fast:
+        return fast_block.saved_outside(shape, storage, work)
     final = (4 * shape.hidden + 4 + (storage.stream * shape.hidden if storage.trained else 0)) * work.tokens
     return final + 2 * shape.head_dim * storage.stream * work.length * (work.rows if storage.packed else 1)
 
 
 def attention_mask(storage: Storage, work: Work) -> int:
     """Bytes of the dense bool mask [rows, 1, length, length] of packed rows."""
+    if storage.fast and storage.device == "cuda":
+        return 0
     return work.tokens * work.length if storage.packed else 0
 
 
@@ -93,6 +102,8 @@ def block_workspace(shape: Shape, storage: Storage, work: Work) -> int:
     is gone. A trained linear's own gradient stands there too before it is added. With adapters under autocast, forward
     is widest at the down projection, whose input peft casts to fp32 (not over 4-bit weights).
     """
+    if storage.fast:
+        return fast_block.block_workspace(shape, storage, work)
     tokens, length = work.tokens, work.length
     wide, thin = storage.compute * shape.intermediate, storage.stream * shape.hidden
     largest = max((linear.parameters for linear in shape.linears), default=0)
@@ -113,6 +124,8 @@ def block_workspace(shape: Shape, storage: Storage, work: Work) -> int:
 
 def norm_workspace(shape: Shape, storage: Storage, work: Work) -> int:
     """Bytes of the final norm's backward: four fp32 tensors as wide as the stream, and two of a 16-bit stream."""
+    if storage.fast:
+        return fast_block.norm_workspace(shape, storage, work)
     return work.tokens * shape.hidden * (16 + (4 if storage.stream == 2 else 0))
 
 
@@ -122,6 +135,8 @@ def forward_workspace(shape: Shape, storage: Storage, work: Work) -> int:
     The four: the embedding's output, which the model holds, the block's input, the residual, a norm's output. Adapters
     add one more wide tensor, and under autocast the fp32 copy that peft makes of a linear's input.
     """
+    if storage.fast:
+        return fast_block.forward_workspace(shape, storage, work)
     wide = storage.compute * shape.intermediate * (4 if storage.targets else 3)
     if storage.targets and storage.recast:
         wide += 4 * shape.hidden

@@ -49,17 +49,19 @@ def loss_moments(
     """The widest moments of the loss's forward and of its backward, if every position has a label."""
     hidden = work.tokens * storage.stream * shape.hidden
     head = shape.vocabulary * shape.hidden
-    cast = storage.compute * head if storage.whole_head and storage.cast else 0
+    cast = storage.compute * head if storage.whole_head and storage.compute < storage.weight else 0
     if chunk == 0 or storage.own_head:
         return _plain_moments(shape, storage, work, chunk, cast)
-    logits = min(chunk, work.tokens) * shape.vocabulary * (6 if storage.cast else 4)
+    # A GPU's kernel overwrites the logits as they were made; elsewhere they are copied to fp32 first.
+    each = storage.compute if storage.device == "cuda" else 6 if storage.cast else 4
+    logits = min(chunk, work.tokens) * shape.vocabulary * each
     if not gradients:
         return LossBytes(logits, hidden + cast), LossBytes(0, 0)
     forward = 2 * hidden + cast
     if not storage.whole_head:
         return LossBytes(logits, forward), LossBytes(0, 2 * hidden)
     partial = storage.compute * head if storage.cast else 0
-    return LossBytes(logits, forward + 4 * head + partial), LossBytes(0, 2 * hidden + 8 * head)
+    return LossBytes(logits, forward + 4 * head + partial), LossBytes(0, 2 * hidden + (4 + storage.weight) * head)
 
 
 def _plain_moments(shape: Shape, storage: Storage, work: Work, chunk: int, cast: int) -> tuple[LossBytes, LossBytes]:

@@ -28,6 +28,8 @@ PLACES = {
     "mlp_out": ("down_proj", "fc2", "w2", "dense_4h_to_h", "fc_out"),
 }
 """Which input a block's linear reads, by the last part of its name; other names go by their widths."""
+FAST_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types that models/fast can run."""
 BLOCK_NUMBER = re.compile(r"(?<![^.])([0-9]+|\[[^].]*]|[*?]+)\.")
 """A part of an adapter's target that is a block's number, or a pattern of such."""
 
@@ -54,7 +56,8 @@ class Storage:
     own where only some are: whole layers beside an adapter, or a part of a full fine-tune. `own_head`: the
     loss goes through the head's own forward (an adapter on it, a trained copy, changed logits). `trained`: every parameter
     trains. `rank` and `targets`: the adapter, by names of a block's linears (0 and empty: none); `head_adapted`,
-    `embedding_adapted`: it reaches those too. `packed`: rows carry a dense bool attention mask.
+    `embedding_adapted`: it reaches those too. `packed`: rows carry a dense bool attention mask (none in `fast` blocks on
+    a GPU). `weight`: bytes of a trained weight, and of its gradient.
     """
 
     compute: int
@@ -77,6 +80,8 @@ class Storage:
     part: Part | None = None
     tied: bool = False
     own_head: bool = False
+    fast: bool = False
+    weight: int = 4
 
     @property
     def cast(self) -> bool:
@@ -140,7 +145,25 @@ def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu"
         part=part,
         tied=shape.tied,
         own_head=head or shape.changed_logits or (not trained and bool(roles & {"head", "embedding"})),
+        fast=runs_fast(shape, recipe, device),
     )
+
+
+def runs_fast(shape: Shape, recipe: Recipe, device: str) -> bool:
+    """Whether the blocks run as fast blocks: as the recipe says, else on a GPU where the model has that form."""
+    wanted = recipe.plan.fast_block
+    if wanted != "auto":
+        return wanted
+    possible = shape.family in FAST_FAMILIES and recipe.model.attention != "eager" and _is_plain(recipe)
+    return device == "cuda" and possible and recipe.plan.exact != "bitwise"
+
+
+def _is_plain(recipe: Recipe) -> bool:
+    """Whether the blocks hold nothing that a fast block would call as it is, or not know: plain LoRA, or no adapter."""
+    adapter = recipe.adapter
+    outside = (*HEAD_NAMES, *EMBEDDING_NAMES, "model.norm")
+    whole_blocks = any(name not in outside for name in adapter.modules_to_save)
+    return adapter.kind != "dora" and adapter.init not in ("pissa", "olora") and not whole_blocks
 
 
 def _targets(shape: Shape, wanted: tuple[str, ...]) -> tuple[frozenset[str], bool, bool]:

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from finetune.contracts import Batch, Model, Shape
 from finetune.errors import ModelError
-
-WINDOW_EVERYWHERE = ("blt", "doge", "ministral3", "mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2")
-"""Model types whose every layer is windowed as soon as config.sliding_window is a number (they have no layer_types)."""
-KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+from finetune.models.fast import backbone
+from finetune.models.masks import additive_mask, attention_windows, document_mask
 
 
 def assemble(module: nn.Module, tokenizer: Any, shape: Shape, source: str, notices: tuple[str, ...] = ()) -> Model:
@@ -62,6 +60,8 @@ def hidden_states(model: Model, batch: Batch) -> Tensor:
     Adapters act, since peft puts its layers into the backbone itself. Raises ModelError when the batch is packed and
     the model's attention has no known mask.
     """
+    if model.fast is not None:
+        return backbone.hidden_states(model, batch, model.fast)
     arguments: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False, "return_dict": True}
     if batch.document_ids is not None:
         arguments["attention_mask"] = packed_masks(model, batch.document_ids)
@@ -80,50 +80,6 @@ def packed_masks(model: Model, document_ids_BS: Tensor) -> Tensor | dict[str, Te
         mask = document_mask(document_ids_BS, window)
         masks[kind] = additive_mask(mask, dtype) if additive else mask
     return next(iter(masks.values())) if len(masks) == 1 else masks
-
-
-def document_mask(document_ids_BS: Tensor, window: int | None = None) -> Tensor:
-    """bool [B, 1, S, S]: position q sees k when k <= q, both are of one document and, with a window, q - k < window.
-
-    Every position sees itself, padding too, so no row of the attention is empty.
-    """
-    length = document_ids_BS.shape[1]
-    places_S = torch.arange(length, device=document_ids_BS.device)
-    distance_SS = places_S[:, None] - places_S[None, :]
-    allowed_SS = distance_SS >= 0
-    if window is not None:
-        allowed_SS = allowed_SS & (distance_SS < window)
-    same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
-    return (same_BSS & allowed_SS)[:, None]
-
-
-def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where allowed, the dtype's lowest number elsewhere: eager attention adds its mask to the scores."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
-
-
-def attention_windows(config: Any) -> dict[str, int | None]:
-    """Layer type: its window (None: none). Raises ModelError when the kinds of attention are not known."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        if window is None:
-            return {"full_attention": None}
-        if config.model_type in WINDOW_EVERYWHERE:
-            return {"sliding_attention": window}
-        raise ModelError(
-            f"model type {config.model_type} has sliding_window={window} and does not say which layers use it",
-            where="data.pack",
-            remedy="set data.pack=false",
-        )
-    unknown = sorted(set(layer_types) - KNOWN_LAYERS)
-    if unknown:
-        raise ModelError(
-            f"model type {config.model_type} has layers ({', '.join(unknown)}) in which packed documents would mix",
-            where="data.pack",
-            remedy="set data.pack=false",
-        )
-    return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(layer_types))}
 
 
 def learned_positions(model: Model) -> int | None:

@@ -24,9 +24,10 @@ from finetune.models.chat_tokens import align_generation, stop_tokens, template_
 from finetune.models.config import load_config, loading, origin
 from finetune.models.decoder import assemble, attention_windows
 from finetune.models.new_tokens import extend, give_rows, tokens_of
-from finetune.models.quantized import STORED, Storing, check_stored, keep_layout, nf4_config, quantised_report
+from finetune.models.quantized import check_stored, keep_layout, nf4_config, quantised_report
 from finetune.models.random_weights import Making, make
 from finetune.models.source import Source, locate
+from finetune.models.storing import STORED, Storing
 from finetune.models.trained import choose, is_partial
 from finetune.models.verify import verify
 

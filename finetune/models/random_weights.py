@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.models.quantized import block_weights, nf4_config
+from finetune.models.quantized import nf4_config
+from finetune.models.storing import block_weights
 
 SPREAD = 0.02
 """Standard deviation of matrices, as Llama and Qwen2 begin."""
@@ -74,18 +75,14 @@ def make(config: Any, making: Making, store: Callable[[nn.Linear], nn.Module] | 
 
 def _parameter(name: str, module: nn.Module, leaf: str, empty: nn.Parameter, making: Making) -> nn.Parameter:
     # A 4-bit weight's own shape is that of its bytes; its layer knows the matrix's.
-    is_4bit = type(empty).__name__ == "Params4bit"
+    kind: Any = type(empty)
+    is_4bit = kind.__name__ == "Params4bit"
     shape = (module.out_features, module.in_features) if is_4bit else empty.shape
     data = _drawn(name, shape, making) if len(shape) > 1 else _vector(leaf, shape, making)
     if not is_4bit:
         return nn.Parameter(data)
-    return type(empty)(
-        data,
-        requires_grad=False,
-        quant_type="nf4",
-        compress_statistics=making.double_quant,
-        module=module,
-    ).to(making.device)
+    settings = {"quant_type": "nf4", "compress_statistics": making.double_quant, "module": module}
+    return kind(data, requires_grad=False, **settings).to(making.device)
 
 
 def _drawn(name: str, shape: Any, making: Making) -> Tensor:

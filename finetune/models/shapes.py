@@ -56,13 +56,14 @@ def _llama(
         linears=linears,
         block_extra=2 * hidden,
         extra=hidden,
+        family="llama",
     )
 
 
 def _biased(shape: Shape) -> Shape:
     """The row with a bias on queries, keys and values, as Qwen2 has."""
     biases = shape.head_dim * (shape.heads + 2 * shape.kv_heads)
-    return replace(shape, block_extra=shape.block_extra + biases)
+    return replace(shape, block_extra=shape.block_extra + biases, family="qwen2")
 
 
 def _tied(shape: Shape) -> Shape:
@@ -79,7 +80,7 @@ SHAPES: dict[str, Shape] = {
         _llama("llama3-70b", 80, (8192, 28672), (64, 8), 128256, 8192),
         _biased(_llama("qwen2.5-7b", 28, (3584, 18944), (28, 4), 152064, 32768)),
         _biased(_llama("qwen2.5-32b", 64, (5120, 27648), (40, 8), 152064, 32768)),
-        _llama("mistral-7b", 32, (4096, 14336), (32, 8), 32768, 32768),
+        replace(_llama("mistral-7b", 32, (4096, 14336), (32, 8), 32768, 32768), family="mistral"),
         _tied(_llama("smollm2-135m", 30, (576, 1536), (9, 3), 49152, 8192)),
         _llama("tiny", 2, (64, 128), (4, 2), 320, 2048),
         _llama("tiny-random", 2, (64, 128), (4, 2), 320, 8192),
@@ -189,6 +190,7 @@ def _counted(name: str, model: nn.Module, text: Any) -> Shape:
         block_extra=block - sum(linear.parameters for linear in linears),
         extra=total - inside,
         changed_logits=logits_change(text) is not None,
+        family=str(text.model_type) if getattr(text, "hidden_act", None) == "silu" else "",
     )
     if shape.parameters != total or shape.extra < 0 or tuple(head.weight.shape) != (vocabulary, hidden):
         raise ModelError(

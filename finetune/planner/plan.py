@@ -28,6 +28,9 @@ THIN = {"cpu": 8.0, "cuda": 64.0}
 OVERHEAD = {"cpu": 5e-3 * 5e10, "cuda": 1.5e-3 * 5e14}
 """Operations that a block could do while its forward and backward are only being launched: seconds a block (a tiny Llama
 on a CPU; some 300 launches on a GPU) times the rate. Assumed until the machine's rates are measured."""
+DECODE = {"cpu": 1e-9 * 5e10, "cuda": 1.8e-12 * 5e14}
+"""Operations that could be done while one 4-bit weight is decoded, which every micro-batch does anew: seconds a weight
+(one H200, bitsandbytes, measured from the step; a CPU's is a guess) times the rate."""
 MEAN_SHARE = 0.5
 """The mean length of rows that are not packed, as a share of the longest. An assumption: it says how much padding grows
 with the micro-batch."""
@@ -146,7 +149,14 @@ class Space:
         found = []
         for rows, *values in itertools.product(micro_batches(self.recipe, self.rows, self.ranks), *choices):
             levers = dict(zip((lever.field for lever in LEVERS.values()), values, strict=True))
-            plan = Plan(device=storage.device, micro_batch=rows, ranks=self.ranks, **levers)
+            plan = Plan(
+                device=storage.device,
+                micro_batch=rows,
+                ranks=self.ranks,
+                fast_block=storage.fast,
+                attention=self.recipe.plan.attention,
+                **levers,
+            )
             found.append(Candidate(plan, estimate(self.shape, self.recipe, plan, facts), self._cost(plan, storage)))
         fastest = min(candidate.relative_seconds for candidate in found)
         return [replace(each, relative_seconds=each.relative_seconds / fastest) for each in found]
@@ -159,7 +169,9 @@ class Space:
         )
         rows = max(self.rows, plan.micro_batch)
         operations = step_operations(self.shape, storage, self.longest_row)
-        overhead = THIN[plan.device] + self.shape.blocks * OVERHEAD[plan.device] / operations
+        decoded = (3 if plan.activation_checkpointing else 2) * self.shape.linear_parameters if storage.coded else 0
+        launches = OVERHEAD[plan.device] + decoded * DECODE[plan.device]
+        overhead = THIN[plan.device] + self.shape.blocks * launches / operations
         tokens = rows * self._padded(min(plan.micro_batch, rows)) + -(-rows // plan.micro_batch) * overhead
         return operations * slower * tokens
 
@@ -212,6 +224,9 @@ def _reasons(space: Space, chosen: Candidate, candidates: list[Candidate]) -> tu
         f"the budget is {size(space.budget.device_bytes)} a process ({source}); the plan needs {size(chosen.bytes)}",
         f"micro-batch {plan.micro_batch} of {space.rows} rows: {_why(recipe, 'micro_batch', 'the fastest that fits')}",
     ]
+    if storage.fast:
+        kernel = "torch's order of kernels" if plan.attention == "auto" else f"the {plan.attention} kernel"
+        reasons.append(f"fast blocks: fused operations (other roundings), attention by {kernel}")
     for lever in LEVERS.values():
         value = getattr(plan, lever.field)
         saved = size(lever.saves(space.shape, storage, work, value))

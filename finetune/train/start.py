@@ -89,7 +89,7 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
     document = max(int(rows.documents.lengths.max()) for rows in (splits.train, *splits.evaluate.values()))
     for notice in (*model.notices, *check_lengths(model, longest, document)):
         log.notice(notice)
-    key = assemble(model, decision.plan, recipe.train.seed)
+    key = assemble(model, decision.plan, recipe.train.seed, decision.precision)
     optimizer = build(recipe.optimizer, model.trainable(), roles_of(model.module))
     job = Job(
         recipe, decision.plan, world, decision.precision, folder, splits, order, TextTask(tokenizer.pad_token_id), model,

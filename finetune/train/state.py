@@ -30,7 +30,15 @@ MUST_AGREE = (
 )
 """Keys that may not differ between a checkpoint and the run that goes on from it. (With another seed the rest of the epoch
 would be another permutation's: rows would come twice, others never. The precision is compared as it was resolved.)"""
-SHOWN_MECHANICS = ("micro_batch", "activation_checkpointing", "loss_chunk", "ranks", "device")
+SHOWN_MECHANICS = (
+    "micro_batch",
+    "activation_checkpointing",
+    "loss_chunk",
+    "fast_block",
+    "attention",
+    "ranks",
+    "device",
+)
 
 
 def save(job: Job) -> Path:

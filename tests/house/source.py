@@ -79,8 +79,11 @@ def imports(module: Module) -> Iterator[tuple[int, str]]:
 
 
 def functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every function but kernels of Triton, whose many untyped arguments are that language's own."""
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not any(
+            ast.unparse(decorator).startswith("triton.") for decorator in node.decorator_list
+        ):
             yield node
 
 

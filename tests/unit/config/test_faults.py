@@ -274,7 +274,7 @@ EVERY_KEY: dict[str, str] = {
     "plan.gpu_memory": "8GiB", "plan.host_memory": "24GB", "plan.exact": "bitwise", "plan.micro_batch": "2",
     "plan.activation_checkpointing": "no", "plan.loss_chunk": "64", "plan.weights": "resident",
     "plan.resident_blocks": "auto", "plan.activation_offload": "no", "plan.optimizer_placement": "device",
-    "plan.compile": "no", "plan.data": "1", "plan.shard": "1", "plan.tensor": "1", "plan.context": "1",
+    "plan.fast_block": "no", "plan.attention": "flash", "plan.compile": "no", "plan.data": "1", "plan.shard": "1", "plan.tensor": "1", "plan.context": "1",
     "run.dir": "runs/${recipe}", "run.trackers": "wandb",
 }  # fmt: skip
 """Every key of the schema, away from its default where it can be."""

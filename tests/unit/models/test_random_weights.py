@@ -12,9 +12,9 @@ from finetune.errors import ModelError
 from finetune.kernels import stored_linear
 from finetune.models.builtin import BUILTINS, resolve
 from finetune.models.load import load_model
-from finetune.models.quantized import Storing
 from finetune.models.random_weights import Making, make
 from finetune.models.shapes import NAMES, SHAPES, shape_for, shape_of
+from finetune.models.storing import Storing
 from tests.unit.planner.live_bytes import LiveBytes
 
 PATH = "builtin:tiny-random"

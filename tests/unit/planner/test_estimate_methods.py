@@ -90,3 +90,18 @@ def test_the_widest_rank_by_name_is_counted() -> None:
     ranks = {"kind": "lora", "rank": 4, "ranks": {"q_proj": 9, "v_proj": 2}}
     recipe = recipe_of({"adapter": ranks})
     assert storage_of(shape_for(recipe), recipe, "fp32").rank == 9
+
+
+@pytest.mark.parametrize(
+    ("adapter", "fast"),
+    [
+        ({"kind": "lora", "scaling": "rslora"}, True),
+        ({"kind": "lora", "modules_to_save": ["lm_head", "embed_tokens"]}, True),
+        ({"kind": "dora"}, False),
+        ({"kind": "lora", "init": "pissa"}, False),
+        ({"kind": "lora", "modules_to_save": ["input_layernorm"]}, False),
+    ],
+)
+def test_a_gpus_plan_has_fast_blocks_only_where_they_hold_the_method(adapter: dict[str, Any], fast: bool) -> None:
+    recipe = recipe_of({"adapter": adapter})
+    assert storage_of(shape_for(recipe), recipe, "bf16", "cuda").fast == fast

@@ -1,0 +1,98 @@
+"""The ladder: the 8B shape from the plain loop to the smallest plan, one lever more at each rung.
+
+    python benchmarks/ladder.py                    # every rung; JSON lines to benchmarks/results/ladder.jsonl
+    python benchmarks/ladder.py --rung 3           # one rung, printed
+    python benchmarks/ladder.py --shape tiny --steps 4    # a smoke test for a CPU
+
+4 rows of 2,048 tokens a step, everything else as in benchmarks/peers.py. Each rung is a process of its own. A rung's
+losses are those of the rung before it, within roundings, unless its name says that the mathematics changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import peers
+
+RESULTS = Path(__file__).parent / "results" / "ladder.jsonl"
+OFF = ["fast_block=false", "loss_chunk=0", "activation_checkpointing=false"]
+LORA = [
+    ("transformers' own blocks, whole logits", "lora", OFF),
+    ("+ fast block", "lora", ["fast_block=true", *OFF[1:]]),
+    ("+ chunked loss", "lora", ["fast_block=true", "loss_chunk=1024", OFF[2]]),
+    ("+ activation checkpointing", "lora", ["fast_block=true", "loss_chunk=1024", "activation_checkpointing=true"]),
+    ("+ micro-batch 1", "lora", ["loss_chunk=1024", "activation_checkpointing=true", "micro_batch=1"]),
+    (
+        "+ activations offloaded",
+        "lora",
+        ["loss_chunk=1024", "activation_checkpointing=true", "micro_batch=1", "activation_offload=true"],
+    ),
+    (
+        "+ embedding on the host",
+        "lora",
+        [
+            "loss_chunk=1024", "activation_checkpointing=true", "micro_batch=1", "activation_offload=true",
+            "embedding_placement=host",
+        ],
+    ),
+    (
+        "+ base in NF4 (other mathematics)",
+        "qlora",
+        [
+            "loss_chunk=1024", "activation_checkpointing=true", "micro_batch=1", "activation_offload=true",
+            "embedding_placement=host",
+        ],
+    ),
+]  # fmt: skip
+FULL = [
+    ("full: bf16 weights, 8-bit AdamW", "full", ["activation_checkpointing=true"]),
+    ("full: + optimizer state on the host", "full", ["activation_checkpointing=true", "optimizer_placement=host"]),
+    (
+        "full: + activations offloaded, micro-batch 1",
+        "full",
+        ["activation_checkpointing=true", "optimizer_placement=host", "activation_offload=true", "micro_batch=1"],
+    ),
+]
+RUNGS = LORA + FULL
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rung", type=int, choices=range(len(RUNGS)))
+    parser.add_argument("--rungs", default=f"0-{len(RUNGS) - 1}")
+    parser.add_argument("--shape", choices=peers.SHAPES, default="8b")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--place", type=Path, default=Path(tempfile.gettempdir()) / "finetune-peers")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    arguments.place.mkdir(parents=True, exist_ok=True)
+    if arguments.rung is not None:
+        name, method, pins = RUNGS[arguments.rung]
+        cell = argparse.Namespace(tool="ours", method=method, shape=arguments.shape, steps=arguments.steps, plan=pins)
+        print(json.dumps({"rung": name, **peers.measure(cell, arguments.place)}), flush=True)
+        return 0
+    failed = 0
+    first, last = (int(part) for part in arguments.rungs.split("-"))
+    for rung in range(first, last + 1):
+        command = [sys.executable, __file__, "--rung", str(rung), "--shape", arguments.shape]
+        command += ["--steps", str(arguments.steps), "--place", str(arguments.place)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        line = next((text for text in reversed(done.stdout.splitlines()) if text.startswith('{"rung"')), None)
+        if line is None:
+            failed += 1
+            print(f"{RUNGS[rung][0]} failed:\n{(done.stderr + done.stdout)[-1500:]}", flush=True)
+            continue
+        print(line, flush=True)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        with arguments.out.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""A backbone of fast blocks: embedding, blocks, final norm, without the model class's own forward.
+
+The model class makes masks for every backend it may meet; here attention gets the documents themselves. Generation and
+anything with a cache still runs the model class, through the same submodules.
+
+Legend: B rows, S positions, D hidden width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune.contracts import Batch, Model
+from finetune.errors import ModelError
+from finetune.kernels.rms_norm import rms_norm
+from finetune.models.fast.attention import Documents, Look, documents_of, varlen_function
+from finetune.models.fast.block import FastBlock, Inputs, fits, window_of
+from finetune.models.masks import document_mask
+
+
+@dataclass(frozen=True)
+class FastForward:
+    """How a model's fast blocks run: the compute dtype, the attention kernel's name, and whether packed rows go through
+    variable-length attention (else a mask)."""
+
+    dtype: torch.dtype
+    attention: str
+    varlen: bool
+
+
+def why_not(model: Model) -> str | None:
+    """Why this model cannot run as fast blocks, or None."""
+    backbone: Any = model.backbone
+    named = [name for name in ("embed_tokens", "layers", "norm", "rotary_emb") if not hasattr(backbone, name)]
+    if named:
+        return f"{type(backbone).__name__} has no {named[0]}"
+    for block in model.blocks:
+        if not isinstance(block, FastBlock) and not fits(block):
+            return f"{type(block).__name__} is not of the fast block's form here"
+    return None
+
+
+def install(model: Model, attention: str, dtype: torch.dtype) -> FastForward:
+    """Puts a FastBlock in the place of every block. ModelError where `why_not` has a reason."""
+    reason = why_not(model)
+    if reason is not None:
+        raise ModelError(reason, where="plan.fast_block", remedy="plan.fast_block=auto or false")
+    layers: Any = model.backbone.layers
+    for number, layer in enumerate(layers):
+        if not isinstance(layer, FastBlock):
+            layers[number] = FastBlock(layer)
+    model.blocks = list(layers)
+    on_gpu = next(model.backbone.parameters()).is_cuda
+    varlen = on_gpu and dtype != torch.float32 and varlen_function() is not None
+    return FastForward(dtype, attention, varlen)
+
+
+def recompute(model: Model, on: bool) -> None:
+    """Whether the blocks keep their input alone and run again for backward."""
+    for block in model.blocks:
+        assert isinstance(block, FastBlock)
+        block.recompute = on
+
+
+def hidden_states(model: Model, batch: Batch, fast: FastForward) -> Tensor:
+    """[B, S, D], the head's input, as `models/decoder.hidden_states` promises it."""
+    backbone: Any = model.backbone
+    with torch.autocast(batch.input_ids.device.type, enabled=False):
+        x_BSD = backbone.embed_tokens(batch.input_ids)
+        positions = batch.positions
+        if positions is None:
+            positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)[None]
+        cos, sin = backbone.rotary_emb(x_BSD, position_ids=positions)
+        inputs = Inputs(cos.to(fast.dtype), sin.to(fast.dtype), _look(model, batch, fast), fast.dtype)
+        for block in model.blocks:
+            x_BSD = block(x_BSD, inputs=inputs)
+        return rms_norm(x_BSD, backbone.norm.weight, backbone.norm.variance_epsilon)
+
+
+def _look(model: Model, batch: Batch, fast: FastForward) -> Look:
+    if batch.document_ids is None:
+        return Look(fast.attention)
+    if fast.varlen:
+        return Look(fast.attention, documents=_documents(batch))
+    windows = {window_of(block.self_attn) for block in model.blocks}
+    return Look(fast.attention, masks={window: document_mask(batch.document_ids, window) for window in windows})
+
+
+def _documents(batch: Batch) -> Documents:
+    assert batch.document_ids is not None
+    return documents_of(batch.document_ids)

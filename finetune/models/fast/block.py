@@ -1,0 +1,175 @@
+"""A decoder layer of the LLaMA family (Llama, Mistral, Qwen2, Qwen3, SmolLM) through fused operations.
+
+It holds the original layer's own submodules under their names, so weights, adapters, saving and export see no change.
+Training runs through `forward`; anything else (a cache, another mask) goes to the original layer, which shares the same
+submodules. Recomputation for backward is the block's own: it stops before the down projection, whose output no gradient
+needs, and so costs a quarter less than running the layer again.
+
+Legend: B rows, S positions, D hidden width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from finetune.kernels import gated_mlp as mlp
+from finetune.kernels.adapted_linear import Leaf, adapted_linears
+from finetune.kernels.gated_mlp import MlpLeaves, gated_mlp
+from finetune.kernels.rms_norm import add_rms_norm, rms_norm
+from finetune.kernels.rotary import rotary_
+from finetune.models.fast.attention import Look, attend
+from finetune.models.fast.projections import leaf, plain
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What every block of a forward shares: rotary tables [1 or B, S, width of a head], attention, the compute dtype."""
+
+    cos: Tensor
+    sin: Tensor
+    look: Look
+    dtype: torch.dtype
+
+
+class FastBlock(nn.Module):
+    """The fused form of one decoder layer. `recompute`: keep only the input and run again for backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, child in layer.named_children():
+            self.add_module(name, child)
+        self.training = layer.training
+        # Outside the module tree: its submodules are already this one's.
+        self._layer = (layer,)
+        self.recompute = False
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """[B, S, D] to [B, S, D]: by fused operations when given `inputs`, else whatever the original layer returns."""
+        inputs: Inputs | None = kwargs.pop("inputs", None)
+        if inputs is None:
+            return self._layer[0](hidden_states, *args, **kwargs)
+        leaves = _Leaves.of(self, inputs.dtype)
+        if self.recompute and torch.is_grad_enabled():
+            return _Recomputed.apply(hidden_states, self, inputs, leaves, *leaves.tensors())
+        return self.whole(hidden_states, inputs, leaves)
+
+    def whole(self, x_BSD: Tensor, inputs: Inputs, leaves: _Leaves) -> Tensor:
+        """The block, differentiable by what its parts keep."""
+        h_BSD, normed_BSD = self.upper(x_BSD, inputs, leaves)
+        return h_BSD + gated_mlp(normed_BSD, leaves.mlp)
+
+    def upper(self, x_BSD: Tensor, inputs: Inputs, leaves: _Leaves) -> tuple[Tensor, Tensor]:
+        """The attention half: (the residual stream after it, its norm, which the MLP reads)."""
+        attention: Any = self.self_attn
+        normed_BSD = rms_norm(x_BSD, leaves.norms[0], leaves.epsilons[0], inputs.dtype)
+        q_BSE, k_BSE, v_BSE = adapted_linears(normed_BSD, leaves.attention[:3])
+        del normed_BSD
+        width = attention.head_dim
+        q_BSE, k_BSE = self._head_norm(q_BSE, "q_norm"), self._head_norm(k_BSE, "k_norm")
+        q_BSE = rotary_(q_BSE, q_BSE.shape[-1] // width, inputs.cos, inputs.sin)
+        k_BSE = rotary_(k_BSE, k_BSE.shape[-1] // width, inputs.cos, inputs.sin)
+        q_BSHD, k_BSGD, v_BSGD = (part.unflatten(-1, (-1, width)) for part in (q_BSE, k_BSE, v_BSE))
+        del q_BSE, k_BSE, v_BSE
+        seen_BSHD = attend(q_BSHD, k_BSGD, v_BSGD, inputs.look, window_of(attention), attention.scaling)
+        (out_BSD,) = adapted_linears(seen_BSHD.flatten(-2), leaves.attention[3:])
+        return add_rms_norm(x_BSD, out_BSD, leaves.norms[1], leaves.epsilons[1], inputs.dtype)
+
+    def _head_norm(self, x_BSE: Tensor, name: str) -> Tensor:
+        norm: Any = getattr(self.self_attn, name, None)
+        if norm is None:
+            return x_BSE
+        heads = x_BSE.unflatten(-1, (-1, norm.weight.shape[0]))
+        return rms_norm(heads, norm.weight, norm.variance_epsilon, x_BSE.dtype).flatten(-2)
+
+
+@dataclass(frozen=True)
+class _Leaves:
+    """A block's weights as they act in one forward."""
+
+    norms: tuple[Tensor, ...]
+    epsilons: tuple[float, ...]
+    head_norms: tuple[Tensor, ...]
+    attention: tuple[Leaf, ...]
+    mlp: MlpLeaves
+
+    @staticmethod
+    def of(block: FastBlock, dtype: torch.dtype) -> _Leaves:
+        attention, gated = block.self_attn, block.mlp
+        norms: tuple[Any, ...] = (block.input_layernorm, block.post_attention_layernorm)
+        return _Leaves(
+            tuple(norm.weight for norm in norms),
+            tuple(norm.variance_epsilon for norm in norms),
+            tuple(getattr(attention, name).weight for name in HEAD_NORMS if hasattr(attention, name)),
+            tuple(leaf(getattr(attention, name), dtype) for name in ATTENTION),
+            MlpLeaves(*(leaf(getattr(gated, name), dtype) for name in MLP)),
+        )
+
+    def upper_tensors(self) -> tuple[Tensor | None, ...]:
+        """Those that the attention half reads."""
+        return (*self.norms, *self.head_norms, *(tensor for each in self.attention for tensor in each.tensors()))
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (*self.upper_tensors(), *self.mlp.tensors())
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+FAMILIES = ("modeling_llama", "modeling_mistral", "modeling_qwen2", "modeling_qwen3")
+"""Files of transformers whose decoder layers are of this form."""
+HEAD_NORMS = ("q_norm", "k_norm")
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+class _Recomputed(torch.autograd.Function):
+    """The block with its input alone kept. `tensors` are those of `leaves`, so that autograd hands out their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSD: Tensor, block: FastBlock, inputs: Inputs, leaves: _Leaves, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(x_BSD)
+        ctx.block, ctx.inputs, ctx.leaves = block, inputs, leaves
+        return block.whole(x_BSD, inputs, leaves)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:
+        leaves: _Leaves = ctx.leaves
+        x_BSD = ctx.saved_tensors[0].detach().requires_grad_(ctx.needs_input_grad[0])
+        upper = leaves.upper_tensors()
+        need_upper, need_mlp = ctx.needs_input_grad[4 : 4 + len(upper)], ctx.needs_input_grad[4 + len(upper) :]
+        with torch.enable_grad():
+            h_BSD, normed_BSD = ctx.block.upper(x_BSD, ctx.inputs, leaves)
+        read_BSD = normed_BSD.detach()
+        half = mlp.first_half(read_BSD, leaves.mlp)
+        deeper = h_BSD.requires_grad
+        slope_BSD, found = mlp.back(
+            grad_BSD.to(ctx.inputs.dtype), read_BSD, half, None, leaves.mlp, (deeper, *need_mlp)
+        )
+        del half, read_BSD
+        sources = [x_BSD if ctx.needs_input_grad[0] else None]
+        sources += [tensor if needed else None for tensor, needed in zip(upper, need_upper, strict=True)]
+        wanted = [tensor for tensor in sources if tensor is not None]
+        own = iter(torch.autograd.grad((h_BSD, normed_BSD), wanted, (grad_BSD, slope_BSD)) if wanted else ())
+        dx, *rest = (None if tensor is None else next(own) for tensor in sources)
+        return dx, None, None, None, *rest, *found
+
+
+def window_of(attention: Any) -> int | None:
+    """The sliding window of an attention module (None: it sees all)."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window
+    return getattr(attention.config, "sliding_window", None)
+
+
+def fits(layer: nn.Module) -> bool:
+    """Whether `FastBlock` computes what this decoder layer does."""
+    name = type(layer).__module__
+    if name.rpartition(".")[2] not in FAMILIES or not name.startswith("transformers.models."):
+        return False
+    attention: Any = layer.self_attn
+    config = attention.config
+    linears = [getattr(attention, each) for each in ATTENTION] + [getattr(layer.mlp, each) for each in MLP]
+    return config.hidden_act == "silu" and attention.attention_dropout == 0 and all(plain(each) for each in linears)
