@@ -118,6 +118,11 @@ def hub_offline() -> bool:
     return _yes(os.environ, "HF_HUB_OFFLINE") or _yes(os.environ, "TRANSFORMERS_OFFLINE")
 
 
+def for_child(**changes: str) -> dict[str, str]:
+    """The variables of this process with some changed, for a process that it starts."""
+    return {**os.environ, **changes}
+
+
 def user_path(text: str | Path, where: str) -> Path:
     """A path as a user wrote it, ~ expanded; it need not exist. InputError for one that the system cannot even look up."""
     try:

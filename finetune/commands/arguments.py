@@ -97,7 +97,13 @@ def known_names() -> Known:
     from finetune.optim.schedule import SCHEDULES
     from finetune.optim.table import OPTIMIZERS
 
-    return Known(tuple(OPTIMIZERS), tuple(SCHEDULES), tuple(template_names()))
+    return Known(
+        tuple(OPTIMIZERS),
+        tuple(SCHEDULES),
+        tuple(template_names()),
+        optimizer_keys={name: row.keys for name, row in OPTIMIZERS.items()},
+        fp32_optimizers=tuple(name for name, row in OPTIMIZERS.items() if row.fp32_only),
+    )
 
 
 def recipe_of(arguments: Arguments, launch: Launch, faults: Sequence[Fault] = ()) -> Recipe:

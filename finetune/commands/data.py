@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from finetune import environment
 from finetune.commands.arguments import Takes, read, recipe_of
 from finetune.commands.screen import show, show_json
@@ -22,10 +24,12 @@ def main(arguments: list[str]) -> int:
     given = read(arguments, TAKES)
     recipe = recipe_of(given, environment.launch())
     from finetune.data import preflight
-    from finetune.data.dataset import prepare
+    from finetune.data.opening import open_data
     from finetune.models.load import load_tokenizer
 
-    splits = prepare(recipe, load_tokenizer(recipe.model), strict=False)
+    splits = open_data(
+        recipe, load_tokenizer(recipe.model), tell=lambda line: print(line, file=sys.stderr), strict=False
+    )
     reports = {"train": splits.train.report, **{name: rows.report for name, rows in splits.evaluate.items()}}
     if given.json:
         show_json({name: preflight.as_dict(report) for name, report in reports.items()})

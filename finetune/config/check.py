@@ -8,10 +8,12 @@ only where the recipe leaves a choice open.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+from finetune.config import methods
 from finetune.config.keys import nearest, show
+from finetune.config.problems import Problem, Problems
 from finetune.config.schema import Recipe
 from finetune.environment import Launch
 from finetune.errors import Fault
@@ -39,18 +41,10 @@ class Known:
     schedules: tuple[str, ...]
     templates: tuple[str, ...]
     trackers: tuple[str, ...] = TRACKERS
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A contradiction between keys; the caller knows in which files they stand."""
-
-    keys: tuple[str, ...]
-    what: str
-    remedy: str
-
-
-Problems = Iterator[Problem]
+    optimizer_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By optimizer: the keys of its section that only some optimizers use and this one does."""
+    fp32_optimizers: tuple[str, ...] = ()
+    """Optimizers that train fp32 weights only."""
 
 
 def check(recipe: Recipe, known: Known | None, launch: Launch) -> list[Fault]:
@@ -62,7 +56,7 @@ def problems(recipe: Recipe, known: Known | None, launch: Launch) -> list[Proble
     """As `check`, with the keys apart. Without `known` no name is checked."""
     found = [problem for rule in RULES for problem in rule(recipe)]
     if known is not None:
-        found += _names(recipe, known)
+        found += [*_names(recipe, known), *_optimizer(recipe, known)]
     for rule_of_launch in LAUNCH_RULES:
         found += rule_of_launch(recipe, launch)
     return found
@@ -82,70 +76,83 @@ def _batch(recipe: Recipe) -> Problems:
         yield Problem(("train.batch_tokens", "data.max_tokens"), what, remedy)
 
 
-ADAPTER_ALONE = ("rank", "alpha", "dropout", "targets", "scaling", "init", "ranks", "alphas", "modules_to_save")
-"""Keys that say nothing without an adapter."""
-
-
-def _adapter_init(recipe: Recipe) -> Problems:
-    """pissa and olora begin by taking the adapter out of the base's own weights."""
-    adapter = recipe.adapter
-    if adapter.init not in ("pissa", "olora"):
+def _trained(recipe: Recipe) -> Problems:
+    trained = recipe.model.trained
+    if trained == "fp32":
         return
-    for key, clashes, why in (
-        ("model.base", recipe.model.base != "same", "takes the adapter out of the base, which quantisation would blur"),
-        ("adapter.kind", adapter.kind == "dora", "changes the base, whose norms dora keeps"),
-        ("adapter.path", adapter.path is not None, "makes a new adapter, and one is to be gone on from"),
-    ):
-        if clashes:
-            what = f"adapter.init={adapter.init} {why}"
-            yield Problem(("adapter.init", key), what, "write adapter.init=default, or change the other")
+    if recipe.adapter.kind != "none":
+        what = f"trained weights are to be kept as {trained}, but adapter.kind={recipe.adapter.kind} trains adapters in fp32"
+        yield Problem(("model.trained", "adapter.kind"), what, "leave model.trained out, or write adapter.kind=none")
+    if recipe.model.precision == "fp32":
+        what = f"model.trained={trained} keeps weights in bf16, and products are to be made in fp32"
+        yield Problem(("model.trained", "model.precision"), what, "write model.precision=bf16, or model.trained=fp32")
 
 
-def _adapter(recipe: Recipe) -> Problems:
-    adapter = recipe.adapter
-    if adapter.kind != "none":
-        if not adapter.targets:
-            yield Problem(("adapter.targets",), "no layer is named", "name layers, or write all-linear")
-        yield from _adapter_init(recipe)
-        for name in ("last_blocks", "modules", "freeze"):
-            if getattr(recipe.train, name):
-                what = f"train.{name} chooses among the model's own parameters, and adapter.kind={adapter.kind} freezes all"
-                remedy = (
-                    f"write adapter.kind=none, or leave train.{name} out (adapter.modules_to_save trains whole layers)"
-                )
-                yield Problem((f"train.{name}", "adapter.kind"), what, remedy)
-        return
-    if recipe.model.base != "same":
-        bits = "4" if recipe.model.base == "nf4" else "8"
-        what = f"a base in {bits} bits cannot be trained itself, and there is no adapter"
-        yield Problem(("model.base", "adapter.kind"), what, "write adapter.kind=lora (QLoRA), or model.base=same")
-    if adapter.path is not None:
-        what = f"an adapter is to be gone on from ({adapter.path}), and adapter.kind is none"
-        yield Problem(("adapter.path", "adapter.kind"), what, "write adapter.kind=lora, or leave adapter.path out")
-    for name in ADAPTER_ALONE:
-        value = getattr(adapter, name)
-        if value != type(adapter).model_fields[name].default:
-            what = f"adapter.{name} is {show(value)}, and adapter.kind is none: the whole model would be trained"
-            remedy = f"write adapter.kind=lora, or leave adapter.{name} out"
-            yield Problem((f"adapter.{name}", "adapter.kind"), what, remedy)
-
-
-def _base(recipe: Recipe) -> Problems:
-    if not recipe.model.double_quant and recipe.model.base != "nf4":
-        what = f"model.double_quant=false is about the scales of nf4, and model.base is {recipe.model.base}"
-        yield Problem(("model.double_quant", "model.base"), what, "write model.base=nf4, or leave it out")
+def _rate(recipe: Recipe) -> Problems:
+    optimizer = recipe.optimizer
+    if optimizer.scale_lr != "none" and optimizer.base_batch is None:
+        what = "the rate is to be scaled with the batch, and nothing says which batch it belongs to"
+        yield Problem(("optimizer.scale_lr", "optimizer.base_batch"), what, "give optimizer.base_batch")
+    if optimizer.scale_lr == "none" and optimizer.base_batch is not None:
+        what = f"base_batch is {optimizer.base_batch}, and the rate is not scaled"
+        yield Problem(
+            ("optimizer.base_batch", "optimizer.scale_lr"),
+            what,
+            "write optimizer.scale_lr=linear or sqrt, or leave it out",
+        )
 
 
 def _data(recipe: Recipe) -> Problems:
     data = recipe.data
-    if data.path is None:
+    if data.path is None and not data.mixture:
         yield Problem(("data.path",), "no data are named", "give data.path=FILE or a hub data set's id")
+    if data.path is not None and data.mixture:
+        what = f"one file is given ({data.path}), and a mixture of {len(data.mixture)}"
+        yield Problem(("data.path", "data.mixture"), what, "keep one; the other can be unset with data.path=null")
     if data.valid_path is not None and data.valid_share > 0:
         what = f"held-out rows are given ({data.valid_path}), and a share of {data.valid_share:g} of the training rows"
         yield Problem(("data.valid_path", "data.valid_share"), what, "keep one")
     if "valid" in recipe.evaluate.sets:
         what = "valid is the name of the rows of data.valid_path"
         yield Problem(("evaluate.sets.valid",), what, "give this set another name")
+
+
+def _mixture(recipe: Recipe) -> Problems:
+    data = recipe.data
+    for name in data.weights:
+        if name not in data.mixture:
+            what = f"a weight is given for {name!r}, which is no file of the mixture"
+            yield Problem(
+                (f"data.weights.{name}",), what, f"data.mixture names: {', '.join(data.mixture) or 'nothing'}"
+            )
+    lacking = [name for name in data.mixture if name not in data.weights] if data.weights else []
+    if lacking:
+        what = f"weights are given, and none for {', '.join(lacking)}"
+        yield Problem(("data.weights",), what, "give every file of the mixture a weight, or none")
+    if data.on_exhausted != "stop" and not data.weights:
+        what = "nothing runs out: without data.weights every row comes once an epoch"
+        yield Problem(("data.on_exhausted",), what, "give data.weights, or leave it out")
+
+
+def _streaming(recipe: Recipe) -> Problems:
+    data, train = recipe.data, recipe.train
+    if not data.streaming:
+        if data.shuffle_buffer != type(data).model_fields["shuffle_buffer"].default:
+            what = "rows that are not streamed are shuffled all together"
+            yield Problem(("data.shuffle_buffer",), what, "write data.streaming=true, or leave it out")
+        return
+    if train.max_steps is None:
+        what = "how many rows a stream has is not known before its end"
+        yield Problem(("data.streaming", "train.max_steps"), what, "give train.max_steps")
+    if train.epochs is not None:
+        what = "how many steps an epoch of a stream has is not known before its end"
+        yield Problem(("data.streaming", "train.epochs"), what, "give train.max_steps alone")
+    if data.valid_share > 0:
+        what = "a share of a stream cannot be held out, since its rows are not counted before"
+        yield Problem(("data.streaming", "data.valid_share"), what, "give data.valid_path")
+    if data.mixture:
+        what = "a mixture cannot be streamed: its rows are drawn from files that are all at hand"
+        yield Problem(("data.streaming", "data.mixture"), what, "leave out one of the two")
 
 
 def metrics(recipe: Recipe) -> tuple[str, ...]:
@@ -195,9 +202,24 @@ def _schedule(recipe: Recipe) -> Problems:
         yield Problem(
             ("schedule.final", "schedule.name"), what, "write schedule.name=linear or cosine, or leave one out"
         )
+    if schedule.name != "wsd" and schedule.decay != type(schedule).model_fields["decay"].default:
+        what = f"schedule.decay is {schedule.decay:g}, and {schedule.name} has no part of its own for it"
+        yield Problem(("schedule.decay", "schedule.name"), what, "write schedule.name=wsd, or leave schedule.decay out")
 
 
-RULES: tuple[Callable[[Recipe], Problems], ...] = (_batch, _adapter, _base, _data, _schedule, _evaluation, _built)
+RULES: tuple[Callable[[Recipe], Problems], ...] = (
+    _batch,
+    methods.adapter,
+    methods.base,
+    _trained,
+    _rate,
+    _data,
+    _mixture,
+    _streaming,
+    _schedule,
+    _evaluation,
+    _built,
+)
 
 
 def _names(recipe: Recipe, known: Known) -> Problems:
@@ -215,6 +237,23 @@ def _names(recipe: Recipe, known: Known) -> Problems:
             close = nearest(name, names)
             remedy = (f"did you mean {close}? " if close else "") + f"There are: {', '.join(sorted(names))}"
             yield Problem((key,), f"there is no {kind} {name!r}", remedy)
+
+
+def _optimizer(recipe: Recipe, known: Known) -> Problems:
+    """Keys that the chosen optimizer does not use, and weights that it cannot train."""
+    section, name = recipe.optimizer, recipe.optimizer.name
+    if name not in known.optimizer_keys:
+        return
+    some = {key for keys in known.optimizer_keys.values() for key in keys}
+    for key in sorted(some - set(known.optimizer_keys[name])):
+        value = getattr(section, key)
+        if value != type(section).model_fields[key].default:
+            what = f"optimizer.{key} is {show(value)}, and {name} does not use it"
+            yield Problem((f"optimizer.{key}", "optimizer.name"), what, f"leave optimizer.{key} out")
+    if recipe.model.trained != "fp32" and name in known.fp32_optimizers:
+        able = ", ".join(sorted(set(known.optimizers) - set(known.fp32_optimizers)))
+        what = f"{name} trains fp32 weights only, and model.trained is {recipe.model.trained}"
+        yield Problem(("model.trained", "optimizer.name"), what, f"model.trained=fp32, or one of {able}")
 
 
 def _launcher(launch: Launch, flag: str) -> str:

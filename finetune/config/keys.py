@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from finetune.config.schema import Recipe, Section, Wants
+from finetune.config.schema import Recipe, Section
+from finetune.config.values import Wants
 
 Path = tuple[str, ...]
 
@@ -107,7 +108,7 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Key:
-    """One key: its dotted name, what it takes in words, its default as text, what it means; `pairs`: it holds NAME: text."""
+    """One key: its dotted name, what it takes in words, its default as text, what it means; `pairs`: it holds NAME: value."""
 
     name: str
     wants: str

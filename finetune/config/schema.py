@@ -1,169 +1,40 @@
 """What a recipe may say: frozen pydantic sections, one field a key. Unknown keys are errors.
 
-Values come as text (from YAML and the command line) and the field's type decides what they are, so `012` is 12 for a
-count and stays `012` for a name. `auto` is resolved by whoever owns the choice, never here.
+`auto` is resolved by whoever owns the choice, never here. What the kinds of values are: config/values.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import re
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
-NULLS = ("null", "Null", "NULL", "~", "", "none", "None")
-"""Texts that mean "not set" where a key may be unset. Quotes make no difference: a name called null is written ./null."""
-
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-UNITS |= {"TB": 10**12, "B": 1, "": 1}
-
-DECIMAL = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-"""A number of YAML 1.2's core schema: no underscores, no base sixty; 2e-5 needs no dot."""
-
-
-@dataclass(frozen=True)
-class Wants:
-    """What a field takes, in words, for messages and help."""
-
-    text: str
-
-
-def _null(value: Any) -> Any:
-    return None if isinstance(value, str) and value.strip() in NULLS else value
-
-
-def _number(value: Any) -> Any:
-    """A finite number. Text is read by YAML 1.2's rules; a truth value is not a number."""
-    if isinstance(value, bool):
-        raise ValueError("a truth value where a number is wanted")
-    if isinstance(value, str):
-        if not DECIMAL.fullmatch(value.strip()):
-            raise ValueError("not a number")
-        value = float(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("not a finite number")
-    return value
-
-
-def _whole(value: Any) -> Any:
-    """A whole number: 12, 012 (twelve), 0x10, 0o14, and 5e5 or 12.0, which name a whole number too."""
-    if isinstance(value, str):
-        text = value.strip()
-        if re.fullmatch(r"[-+]?[0-9]+", text):
-            return int(text, 10)
-        if re.fullmatch(r"0x[0-9a-fA-F]+|0o[0-7]+", text):
-            return int(text, 0)
-    number = _number(value)
-    if isinstance(number, float) and number.is_integer():
-        return int(number)
-    return number
-
-
-def _temperature(value: float) -> float:
-    """Scores are divided by it in fp32, which overflows far below 1e-6."""
-    if 0 < value < 1e-6:
-        raise ValueError("too near to 0")
-    return value
-
-
-def _list(value: Any) -> Any:
-    """`a,b` and `[a, b]` from the command line are lists; `all-linear` alone is a list of one; null is the empty one."""
-    if value is None:
-        return []
-    if not isinstance(value, str):
-        return value
-    text = value.strip()
-    if text in NULLS:
-        return []
-    if text.startswith("[") != text.endswith("]"):
-        raise ValueError("a bracket is missing")
-    inner = text[1:-1] if text.startswith("[") else text
-    return [part.strip().strip("'\"") for part in inner.split(",") if part.strip()]
-
-
-def _pairs(value: Any) -> Any:
-    return {} if _null(value) is None else value
-
-
-def _text(value: Any) -> Any:
-    """Text that a path and a UTF-8 file can hold: no null character, no half of a character."""
-    value = os.fspath(value) if isinstance(value, os.PathLike) else value
-    if isinstance(value, str) and "\0" in value:
-        raise ValueError("a null character")
-    if isinstance(value, str):
-        value.encode()
-    return value
-
-
-def _auto(value: Any) -> Any:
-    return value.strip() if isinstance(value, str) else value
-
-
-def _auto_whole(value: Any) -> Any:
-    return "auto" if _auto(value) == "auto" else _whole(value)
-
-
-def _bytes(value: Any) -> Any:
-    """`8GiB`, `24GB`, `512MiB`, a bare number of bytes, or `auto`."""
-    if _auto(value) == "auto":
-        return "auto"
-    if not isinstance(value, str):
-        return _whole(value)
-    parts = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", value.strip())
-    if parts is None or parts[2] not in UNITS:
-        raise ValueError("not a size")
-    return int(Fraction(parts[1]) * UNITS[parts[2]])
-
-
-Nullable = BeforeValidator(_null)
-Text = Annotated[str, BeforeValidator(_text), Field(min_length=1), Wants("text")]
-Name = Annotated[
-    str,
-    BeforeValidator(_text),
-    Field(pattern=r"^[^/\\]*[^/\\.]$"),
-    Wants("a name: no slash, and no dot at its end"),
-]
-Switch = Annotated[bool, Wants("true or false")]
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1), Wants("a whole number of at least 1")]
-Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0), Wants("a whole number of at least 0")]
-Seed = Annotated[int, BeforeValidator(_whole), Field(ge=0, lt=2**63), Wants("a whole number from 0 to below 2^63")]
-Positive = Annotated[float, BeforeValidator(_number), Field(gt=0), Wants("a number above 0")]
-NotNegative = Annotated[float, BeforeValidator(_number), Field(ge=0), Wants("a number of at least 0")]
-Temperature = Annotated[
-    float, BeforeValidator(_number), Field(ge=0), AfterValidator(_temperature), Wants("0, or a number of at least 1e-6")
-]
-Share = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1), Wants("a number from 0 to below 1")]
-Portion = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1), Wants("a number from 0 to 1")]
-OptionalCount = Annotated[Count | None, Nullable, Wants("a whole number of at least 1, or null")]
-OptionalPositive = Annotated[Positive | None, Nullable, Wants("a number above 0, or null")]
-OptionalText = Annotated[Text | None, Nullable, Wants("text, or null")]
-Names = Annotated[tuple[Text, ...], BeforeValidator(_list), Wants("a list: a,b or [a, b]")]
-Pairs = Annotated[dict[str, Text], BeforeValidator(_pairs), Wants("a section of NAME: text")]
-Counts = Annotated[
-    dict[str, Annotated[int, BeforeValidator(_whole), Field(ge=1)]],
-    BeforeValidator(_pairs),
-    Wants("a section of NAME: whole number"),
-]
-Size = Annotated[
-    Annotated[int, Field(ge=1)] | Literal["auto"],
-    BeforeValidator(_bytes),
-    Wants("a size such as 8GiB, 24GB or 512MiB, or auto"),
-]
-AutoCount = Annotated[
-    Annotated[int, Field(ge=1)] | Literal["auto"],
-    BeforeValidator(_auto_whole),
-    Wants("a whole number of at least 1, or auto"),
-]
-AutoWhole = Annotated[
-    Annotated[int, Field(ge=0)] | Literal["auto"],
-    BeforeValidator(_auto_whole),
-    Wants("a whole number of at least 0, or auto"),
-]
-AutoSwitch = Annotated[bool | Literal["auto"], BeforeValidator(_auto), Wants("true, false or auto")]
+from finetune.config.values import (
+    AutoCount,
+    AutoSwitch,
+    AutoWhole,
+    Count,
+    Counts,
+    Groups,
+    Name,
+    Names,
+    NotNegative,
+    OptionalCount,
+    OptionalPositive,
+    OptionalText,
+    Pairs,
+    Portion,
+    Positive,
+    Roles,
+    Seed,
+    Share,
+    Size,
+    Switch,
+    Temperature,
+    Text,
+    Weights,
+    Whole,
+)
 
 
 class Section(BaseModel):
@@ -176,7 +47,10 @@ class ModelSection(Section):
     revision: OptionalText = None
     """The hub revision (branch, tag or commit)."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Compute precision. auto: bf16 on a GPU that has it, fp32 on a CPU. Trained weights are kept in fp32 in either."""
+    """Compute precision. auto: bf16 on a GPU that has it, fp32 on a CPU. `trained` says how trained weights are kept."""
+    trained: Literal["fp32", "stochastic", "split", "bf16"] = "fp32"
+    """How trained weights are kept (adapter.kind=none). stochastic: in bf16, each update rounded up or down by a keyed draw.
+    split: in bf16 with the lower 16 bits held by the optimizer. bf16: plain, where small updates are lost."""
     base: Literal["same", "nf4", "int8", "fp8"] = "same"
     """How the blocks' frozen matrices are stored: as computed, in 4 bits (QLoRA), or in 8 with a scale a row."""
     double_quant: Switch = True
@@ -221,6 +95,12 @@ class AdapterSection(Section):
 class DataSection(Section):
     path: OptionalText = None
     """A JSONL, JSON, CSV or Parquet file, or a hub data set id."""
+    mixture: Pairs = {}
+    """Several files in the place of path: name: path."""
+    weights: Weights = {}
+    """How many of an epoch's rows come from each file of the mixture, as name: number; not given: all rows of all files."""
+    on_exhausted: Literal["stop", "repeat"] = "stop"
+    """With weights, when a file has too few rows: the epoch gets shorter, or the file's rows come again. Shown."""
     split: Text = "train"
     """The split of a hub data set."""
     valid_path: OptionalText = None
@@ -243,28 +123,46 @@ class DataSection(Section):
     """Which turns are learned."""
     max_rows: OptionalCount = None
     """Use only the first rows."""
+    streaming: Switch = False
+    """Read, render and tokenise while training, for files larger than memory; train.max_steps says how long."""
+    shuffle_buffer: Count = 4096
+    """With streaming: rows that are read ahead and shuffled (and packed) together; 1 keeps the file's order."""
+    workers: AutoWhole = "auto"
+    """Processes that render and tokenise; 0: this one. auto: several when the rows are many. They change no row."""
+    cache: Switch = True
+    """Keep prepared rows on disk and map them at the next start."""
 
 
 class OptimizerSection(Section):
     name: Text = "adamw"
-    """A row of the optimizer table."""
+    """A row of the optimizer table: adamw, adamw8bit, paged_adamw8bit, adamw4bit, adamwfp8, adafactor, lion, sgd, muon."""
     lr: Positive = 2e-4
     """The peak learning rate."""
     weight_decay: NotNegative = 0.0
     """Decoupled decay of matrices; vectors and embeddings have none."""
     beta1: Share = 0.9
-    """Decay of the mean of gradients."""
+    """Decay of the mean of gradients; the momentum of sgd."""
     beta2: Share = 0.999
-    """Decay of the mean of squared gradients."""
+    """Decay of the mean of squared gradients. For lion, which has none, of the mean (0.99 is usual there)."""
     epsilon: Positive = 1e-8
     """Added to the root of the second mean."""
+    full_state: Roles = ("embedding", "head")
+    """Large tensors that keep fp32 state where the optimizer codes it in fewer bits; []: none."""
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    """Scale the rate with the step's batch: by batch / base_batch, or the root of that."""
+    base_batch: OptionalCount = None
+    """The batch (in the unit that the recipe gives: rows or tokens) that lr belongs to."""
+    groups: Groups = {}
+    """Parameters by name pattern (* and ?; the first that matches counts): a factor on their rate, a decay of their own."""
 
 
 class ScheduleSection(Section):
     name: Text = "cosine"
-    """A row of the schedule table: constant, linear, cosine."""
+    """A row of the schedule table: constant, linear, cosine, wsd (warm-up, stable, decay)."""
     warmup: NotNegative = 0.0
     """Steps of linear warm-up; below 1: a share of all steps."""
+    decay: NotNegative = 0.1
+    """wsd: steps of decay at the end; below 1: a share of all steps."""
     final: Portion = 0.0
     """The share of the peak rate at the end."""
 

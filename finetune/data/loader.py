@@ -7,12 +7,13 @@ anywhere, with any number of ranks or another batch size, goes on with the first
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from finetune.contracts import IGNORED, Batch, Row
+from finetune.data.mixture import Mixture
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,14 @@ class Position:
 
     epoch: int
     row: int
+
+
+def draws(seed: int, *place: int) -> np.random.Generator:
+    """Random draws that belong to a place (an epoch; an epoch, a rank and a row; ...): the same whoever asks, and when.
+
+    So processes and threads share no state that could repeat, and none needs to be told apart from another.
+    """
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, *place])))
 
 
 class Order:
@@ -33,6 +42,7 @@ class Order:
         batch_tokens: int | None,
         seed: int,
         shuffle: bool = True,
+        mixture: Mixture | None = None,
     ) -> None:
         if (batch is None) == (batch_tokens is None):
             raise ValueError("give either batch or batch_tokens")
@@ -41,14 +51,29 @@ class Order:
         self.batch_tokens = batch_tokens
         self.seed = seed
         self.shuffle = shuffle
+        self.mixture = mixture
+
+    @property
+    def epoch_rows(self) -> int:
+        """Rows that an epoch takes."""
+        return self.mixture.epoch_rows if self.mixture else len(self.lengths)
 
     def permutation(self, epoch: int) -> np.ndarray:
         """Row indices in the order of that epoch, int64 [rows]; counter-based, so no epoch needs the one before."""
-        if not self.shuffle:
-            return np.arange(len(self.lengths))
-        return np.random.Generator(np.random.Philox(np.random.SeedSequence([self.seed, epoch]))).permutation(
-            len(self.lengths)
-        )
+        rows = np.arange(len(self.lengths))
+        if self.mixture:
+            rows = self.mixture.draw(self.seed, epoch, self.shuffle)
+        return draws(self.seed, epoch).permutation(rows) if self.shuffle else rows
+
+    def steps(self, epoch: int, start: int = 0) -> Iterator[tuple[np.ndarray, int]]:
+        """The steps of an epoch from a position on, each with the position after it."""
+        for rows in self.batches(epoch, start):
+            start += len(rows)
+            yield rows, start
+
+    def place(self, row: int) -> str:
+        """A position within an epoch, in words."""
+        return f"row {row}"
 
     def batches(self, epoch: int, start: int = 0) -> list[np.ndarray]:
         """The steps of an epoch from row offset `start` of its permutation on; the last one may be incomplete."""
@@ -91,7 +116,7 @@ def total_steps(
 def _steps_of(order: Order, epoch: int, start: int) -> int:
     """With a fixed number of rows every epoch has as many steps; with tokens it depends on the permutation."""
     if order.batch is not None:
-        return math.ceil((len(order.lengths) - start) / order.batch)
+        return math.ceil((order.epoch_rows - start) / order.batch)
     return len(order.batches(epoch, start))
 
 

@@ -7,14 +7,15 @@ group of document numbers. Rows are cut out when asked for.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
+from typing import Self, overload
 
 import numpy as np
 
 from finetune.contracts import IGNORED, Row
+from finetune.data.packing import Groups
 from finetune.data.preflight import DataReport
 
 
@@ -45,18 +46,27 @@ class Documents:
 
 
 class RowSet(Sequence[Row]):
-    """The rows of one split. `groups` lists each row's documents; None: every document is a row of its own."""
+    """The rows of one split. `groups` are each row's documents; None: every document is a row of its own.
 
-    def __init__(self, documents: Documents, groups: Sequence[Sequence[int]] | None, report: DataReport) -> None:
+    `parts` names the files of a mixture, each with the number of its first record; rows never mix parts.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        groups: Groups | None,
+        report: DataReport,
+        parts: Sequence[tuple[str, int]] = (),
+    ) -> None:
         self._documents = documents
+        self.parts = tuple(parts)
         self.packed = groups is not None
         self.report = report
         if groups is None:
             self._order = np.arange(len(documents), dtype=np.int64)
             self._cuts = np.arange(len(documents) + 1, dtype=np.int64)
         else:
-            self._order = np.asarray([number for row in groups for number in row], dtype=np.int64)
-            self._cuts = np.cumsum([0, *map(len, groups)], dtype=np.int64)
+            self._order, self._cuts = groups
 
     def __len__(self) -> int:
         return len(self._cuts) - 1
@@ -104,6 +114,40 @@ class RowSet(Sequence[Row]):
 
     def _sums(self, values: np.ndarray) -> np.ndarray:
         return np.diff(np.concatenate([[0], np.cumsum(values[self._order])])[self._cuts])
+
+    @cached_property
+    def part_rows(self) -> dict[str, int]:
+        """Rows of each part of a mixture, in the order in which they stand here."""
+        firsts = [first for _, first in self.parts]
+        counts = np.bincount(
+            np.searchsorted(firsts, self._documents.sources[self._order[self._cuts[:-1]]], side="right") - 1,
+            minlength=len(firsts),
+        )
+        return {name: int(count) for (name, _), count in zip(self.parts, counts, strict=True)}
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row."""
+        return int(self.lengths.max())
+
+    @property
+    def longest_document(self) -> int:
+        """Tokens of the longest document."""
+        return int(self._documents.lengths.max())
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Everything that the rows are made of, by name; `of_arrays` makes them again."""
+        held = self._documents
+        return {
+            "ids": held.ids, "labels": held.labels, "starts": held.starts, "sources": held.sources,
+            "order": self._order, "cuts": self._cuts,
+        }  # fmt: skip
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, np.ndarray], report: DataReport, parts: Sequence[tuple[str, int]]) -> Self:
+        documents = Documents(*(arrays[name] for name in ("ids", "labels", "starts", "sources")))
+        return cls(documents, (arrays["order"], arrays["cuts"]) if report.packed else None, report, parts)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -34,23 +34,28 @@ def tokenise_all(rendered: Sequence[Rendered], tokenizer: Any) -> Iterator[tuple
             where=str(getattr(tokenizer, "name_or_path", "")),
             remedy="use a model with a fast tokenizer (a tokenizer.json)",
         )
+    backend = _whole_texts(tokenizer)
     for start in range(0, len(rendered), BATCH):
         some = rendered[start : start + BATCH]
-        encoded = tokenizer(
-            [item.text for item in some],
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            truncation=False,
-            padding=False,
-            verbose=False,
-        )
-        for item, ids, offsets in zip(some, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        # Past transformers' wrapper, which copies every encoding into lists of its own: half of the time.
+        encoded = backend.encode_batch([item.text for item in some], add_special_tokens=False)
+        for item, encoding in zip(some, encoded, strict=True):
+            ids, offsets = encoding.ids, encoding.offsets
             id_array = np.asarray(ids, dtype=np.int32)
             learned = _learned(np.asarray(offsets, dtype=np.int64).reshape(-1, 2), item.spans)
             learned[:1] = False
             yield id_array, np.where(learned, id_array, np.int32(IGNORED))
+
+
+def _whole_texts(tokenizer: Any) -> Any:
+    """The tokenizer's own engine, set as a call without truncation and padding sets it."""
+    backend = tokenizer.backend_tokenizer
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend
 
 
 def _learned(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:

@@ -63,13 +63,22 @@ def _fold(word: int, counter: int) -> int:
     return word
 
 
+def key_word(*counters: int) -> int:
+    """One 32-bit word that stands for these counters (of up to 64 bits each), in their order."""
+    word = 0
+    for counter in counters:
+        word = _fold(word, counter)
+    return word
+
+
 def row_keys(seed: int, step: int, module: int, row_ids_B: Tensor) -> Tensor:
     """One 32-bit word a row (int64 [B], on the rows' device) that stands for (seed, step, module, row)."""
-    word = 0
-    for counter in (seed, step, module):
-        word = _fold(word, counter)
-    rows_B = _spread_(row_ids_B.to(torch.int64, copy=True))
-    return mix_(rows_B.bitwise_xor_(word))
+    return element_words(key_word(seed, step, module), row_ids_B.to(torch.int64, copy=True))
+
+
+def element_words(word: int, places: Tensor) -> Tensor:
+    """One 32-bit word (int64) for each of `places` (int64, overwritten) under a `key_word`."""
+    return mix_(_spread_(places).bitwise_xor_(word))
 
 
 def keep_mask(keys_B: Tensor, positions: range, features: int, dropped: float) -> Tensor:

@@ -53,14 +53,14 @@ def loss_moments(
     if chunk == 0 or storage.own_head:
         return _plain_moments(shape, storage, work, chunk, cast)
     # A GPU's kernel overwrites the logits as they were made; elsewhere they are copied to fp32 first.
-    each = storage.compute if storage.device == "cuda" else 6 if storage.cast else 4
+    each = storage.compute if storage.device == "cuda" else 6 if storage.compute < 4 else 4
     logits = min(chunk, work.tokens) * shape.vocabulary * each
     if not gradients:
         return LossBytes(logits, hidden + cast), LossBytes(0, 0)
     forward = 2 * hidden + cast
     if not storage.whole_head:
         return LossBytes(logits, forward), LossBytes(0, 2 * hidden)
-    partial = storage.compute * head if storage.cast else 0
+    partial = storage.compute * head if storage.compute < 4 else 0
     return LossBytes(logits, forward + 4 * head + partial), LossBytes(0, 2 * hidden + (4 + storage.weight) * head)
 
 
@@ -77,7 +77,9 @@ def _plain_moments(shape: Shape, storage: Storage, work: Work, chunk: int, cast:
     if not storage.whole_head:
         return forward, backward
     head = shape.vocabulary * shape.hidden
-    at_head = LossBytes(positions * shape.vocabulary * storage.compute, kept + (6 if storage.cast else 4) * head + copy)
+    at_head = LossBytes(
+        positions * shape.vocabulary * storage.compute, kept + (6 if storage.compute < 4 else 4) * head + copy
+    )
     return forward, max(backward, at_head, key=lambda moment: moment.total)
 
 

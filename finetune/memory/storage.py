@@ -1,7 +1,8 @@
 """How a recipe stores its numbers: the few facts that every cost model reads, taken from the recipe once.
 
 Two widths matter. `compute` is that of matrix products and attention; `stream` that of the residual stream between
-blocks. With bf16 they differ when every parameter trains: weights and stream are fp32, and autocast makes bf16 copies.
+blocks. With bf16 they differ when every parameter trains in fp32: weights and stream are fp32, and autocast makes bf16
+copies.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ class Storage:
 
     @property
     def cast(self) -> bool:
-        """Autocast is on."""
-        return self.compute < 4
+        """Autocast is on: products are in 16 bits, and what is trained is in fp32."""
+        return self.compute < 4 and self.weight == 4
 
     @property
     def coded(self) -> bool:
@@ -118,6 +119,7 @@ def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu"
     """
     compute = 2 if precision == "bf16" else 4
     trained = recipe.adapter.kind == "none"
+    weight = 2 if trained and recipe.model.trained != "fp32" else 4
     blocks, head, embedding = (frozenset[str](), False, False) if trained else _targets(shape, recipe.adapter.targets)
     part = part_of(shape, recipe)
     roles = {role for _, role in part.tensors} if part is not None else set()
@@ -125,7 +127,7 @@ def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu"
     wide = trained and (part is None or "embedding" in roles)
     return Storage(
         compute=compute,
-        stream=4 if wide else compute,
+        stream=weight if wide else compute,
         frozen=compute,
         trained=trained,
         nf4=recipe.model.base == "nf4",
@@ -145,6 +147,7 @@ def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu"
         part=part,
         tied=shape.tied,
         own_head=head or shape.changed_logits or (not trained and bool(roles & {"head", "embedding"})),
+        weight=weight,
         fast=runs_fast(shape, recipe, device),
     )
 
@@ -250,11 +253,14 @@ def trained_tensors(shape: Shape, storage: Storage) -> list[tuple[int, str]]:
 
 
 def weight_bytes(shape: Shape, storage: Storage) -> int:
-    """All weights as they stand in memory during a run: frozen ones as stored, trained ones (adapters too) in fp32."""
+    """All weights as they stand in memory during a run: frozen ones as stored, trained ones as `weight` says.
+
+    Adapters, and layers that are trained whole beside them, are fp32. The rest of a split weight counts as optimizer state.
+    """
     own = sum(elements for elements, _ in storage.part.tensors) if storage.part is not None else 0
     if storage.trained:
         part = shape.parameters if storage.part is None else own
-        return 4 * part + storage.frozen * (shape.parameters - part)
+        return storage.weight * part + storage.frozen * (shape.parameters - part)
     adapter = 4 * (sum(adapter_tensors(shape, storage)) * (2 if storage.doubled else 1) + own)
     if not storage.coded:
         return storage.frozen * shape.parameters + adapter

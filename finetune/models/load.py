@@ -2,8 +2,8 @@
 
 Weights are read from safetensors only, and code that a model brings runs only when the recipe says so. What this
 toolkit cannot train exactly (other architectures, draws that cannot be keyed, logits changed after the head) is refused
-by name before the first step. Frozen weights are held in the compute precision; trained weights in fp32 always, and
-whatever that changes against the stored ones is said in a notice.
+by name before the first step. Frozen weights are held in the compute precision; trained weights as `model.trained` says
+(adapters in fp32 always), and whatever that changes against the stored ones is said in a notice.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def load_model(
 ) -> Model:
     """The recipe's model on `device`, with its adapter, checked, in eval mode; `notices` say what was decided.
 
-    precision fp32: everything in fp32. bf16: frozen weights in bf16, trained weights in fp32 (the trainer computes
-    under autocast). Random first weights come from train.seed alone (case B116). `shape` saves counting it again.
+    precision fp32: everything in fp32. bf16: frozen weights in bf16, trained weights as `model.trained` says (fp32: the
+    trainer computes under autocast). Random first weights come from train.seed alone (case B116). `shape` saves counting it again.
     training=False keeps all weights in the compute precision and skips the refusals that only training needs.
     Raises ModelError.
     """
@@ -93,8 +93,8 @@ def load_model(
             where="model.base",
             remedy="set adapter.kind=lora, or model.base=same",
         )
-    dtype = torch.float32 if whole else DTYPES[precision]
-    partial = whole and is_partial(recipe.train)
+    trained = trained_dtype(section, precision) if whole else DTYPES[precision]
+    partial, dtype = whole and is_partial(recipe.train), trained
     if partial and (source.random or _stored_dtype(config) == DTYPES[precision]):
         dtype = DTYPES[precision]  # nothing is lost, and the frozen part is never held in fp32
     stored = check_stored(config, section.base, section.path)
@@ -109,7 +109,7 @@ def load_model(
         module, attached = attach(base, recipe.adapter, source.name, recipe.train.seed, new_ids)
         notices += attached + _chat_notices(base, tokenizer, recipe)
     elif partial:
-        notices += choose(base, recipe.train, DTYPES[precision])
+        notices += choose(base, recipe.train, DTYPES[precision], trained)
     notices += align_generation(base, tokenizer)
     if shape is None:
         from finetune.models.shapes import shape_of
@@ -230,12 +230,38 @@ def _check_vocabulary(base: Any, tokenizer: Any, section: ModelSection) -> None:
         )
 
 
-def _precision_notices(config: Any, dtype: torch.dtype, section: ModelSection, autocast: bool) -> list[str]:
+TRAINED_NOTICES = {
+    "fp32": "weights are held in fp32, products are made in bf16 (autocast)",
+    "stochastic": "weights and gradients are bf16; each update is made in fp32 and rounded up or down by a keyed draw",
+    "split": "weights and gradients are bf16; the optimizer holds the other 16 bits of each weight, so updates are those of fp32",
+    "bf16": "weights and gradients are plain bf16: updates smaller than 1/512 of a weight are lost, so at small learning rates "
+    "nothing is learned (model.trained=stochastic or split keeps them)",
+}
+"""What is said of `model.trained` (case B127)."""
+
+
+def trained_dtype(section: ModelSection, precision: Precision) -> torch.dtype:
+    """The dtype of weights that are trained. ModelError for 16-bit weights that would be computed with in fp32."""
+    if section.trained == "fp32":
+        return torch.float32
+    if precision == "fp32":
+        raise ModelError(
+            f"model.trained={section.trained} keeps weights in bf16, and this run computes in fp32",
+            where="model.trained",
+            remedy="model.precision=bf16, or model.trained=fp32",
+        )
+    return torch.bfloat16
+
+
+def _precision_notices(config: Any, dtype: torch.dtype, section: ModelSection, whole: bool) -> list[str]:
     notices = []
     stored = _stored_dtype(config)
     short = str(dtype).removeprefix("torch.")
-    if autocast:
-        notices.append("every parameter is trained: weights are held in fp32, products are made in bf16 (autocast)")
+    if whole:
+        notices.append(f"every parameter is trained: {TRAINED_NOTICES[section.trained]}")
+        if section.trained != "fp32" and stored not in (None, torch.bfloat16):
+            kind = str(stored).removeprefix("torch.")
+            notices.append(f"weights are stored in {kind}; what bf16 cannot show of them is rounded away at loading")
     elif stored not in (None, dtype) and section.base == "same":
         notices.append(f"weights are stored in {str(stored).removeprefix('torch.')} and held in {short}")
     if getattr(config, "router_aux_loss_coef", None):

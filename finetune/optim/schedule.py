@@ -15,34 +15,44 @@ from typing import TYPE_CHECKING
 from finetune.errors import InputError
 
 if TYPE_CHECKING:
-    from finetune.config.schema import ScheduleSection
+    from finetune.config.schema import OptimizerSection, ScheduleSection, TrainSection
 
 
 @dataclass(frozen=True)
 class ScheduleRow:
-    """A named shape: `factor(left)` is the share of the way from peak (1) to the final rate (0), `left` running from 1 to 0."""
+    """A named shape: `factor(left, decay)` is the share of the way from the final rate (0) to the peak (1).
+
+    `left` runs from 1 to 0 over the steps after the warm-up; `decay` is the share of these that `schedule.decay` takes.
+    """
 
     name: str
-    factor: Callable[[float], float]
+    factor: Callable[[float, float], float]
     note: str
 
 
-def _constant(left: float) -> float:
+def _constant(left: float, decay: float) -> float:
     return 1.0
 
 
-def _linear(left: float) -> float:
+def _linear(left: float, decay: float) -> float:
     return left
 
 
-def _cosine(left: float) -> float:
+def _cosine(left: float, decay: float) -> float:
     return 0.5 * (1.0 - math.cos(math.pi * left))
+
+
+def _stable_then_down(left: float, decay: float) -> float:
+    return min(1.0, left / decay) if decay > 0 else 1.0
 
 
 SCHEDULES: dict[str, ScheduleRow] = {
     "constant": ScheduleRow("constant", _constant, "the peak rate after warm-up; `final` is not used"),
     "linear": ScheduleRow("linear", _linear, "a straight line from the peak to `final`"),
     "cosine": ScheduleRow("cosine", _cosine, "half a cosine wave from the peak to `final`"),
+    "wsd": ScheduleRow(
+        "wsd", _stable_then_down, "the peak until `decay` steps are left, then a straight line to `final`"
+    ),
 }
 
 
@@ -51,9 +61,36 @@ def warmup_steps(section: ScheduleSection, steps: int) -> int:
 
     Never more than `steps`.
     """
-    wanted = section.warmup * steps if section.warmup < 1 else section.warmup
+    return min(_whole_steps(section.warmup, steps), steps)
+
+
+def _whole_steps(count: float, steps: int) -> int:
+    wanted = count * steps if count < 1 else count
     # 0.07 * 100 is 7.000000000000001: a share that means whole steps must not gain one by rounding.
-    return min(math.ceil(wanted - 1e-9), steps)
+    return math.ceil(wanted - 1e-9)
+
+
+def peak_rate(section: OptimizerSection, train: TrainSection) -> float:
+    """The peak rate of a run: `lr`, scaled where the recipe asks for it by its batch over `base_batch`, or the root of that.
+
+    The batch is counted in what the recipe gives it in, rows (`batch`) or tokens (`batch_tokens`).
+    """
+    batch = train.batch or train.batch_tokens
+    if section.scale_lr == "none" or section.base_batch is None or batch is None:
+        return section.lr
+    ratio = batch / section.base_batch
+    return section.lr * (ratio if section.scale_lr == "linear" else math.sqrt(ratio))
+
+
+def rate_notices(section: OptimizerSection, train: TrainSection) -> list[str]:
+    """What a user should see of the rate's scaling."""
+    if section.scale_lr == "none":
+        return []
+    unit = "rows" if train.batch else "tokens"
+    return [
+        f"the peak rate is {peak_rate(section, train):.4g}: lr {section.lr:g}, scaled ({section.scale_lr}) from a batch of "
+        f"{section.base_batch} {unit} to {train.batch or train.batch_tokens}"
+    ]
 
 
 def rate(section: ScheduleSection, peak: float, step: int, steps: int) -> float:
@@ -77,5 +114,6 @@ def rate(section: ScheduleSection, peak: float, step: int, steps: int) -> float:
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     left = max(steps - step, 0) / (steps - warmup) if steps > warmup else 0.0
-    share = row.factor(left)
+    after = max(steps - warmup, 1)
+    share = row.factor(left, min(1.0, _whole_steps(section.decay, steps) / after))
     return peak * (share + section.final * (1.0 - share))

@@ -45,9 +45,11 @@ def device_of(recipe: Recipe, hardware: Hardware) -> str:
 
 
 def precision_of(recipe: Recipe, hardware: Hardware) -> str:
-    """The compute precision: the recipe's, or with auto bf16 on a GPU that has it, else fp32."""
+    """The compute precision: the recipe's, or with auto bf16 on a GPU that has it or for 16-bit trained weights, else fp32."""
     if recipe.model.precision != "auto":
         return recipe.model.precision
+    if recipe.model.trained != "fp32":
+        return "bf16"
     return "bf16" if device_of(recipe, hardware) == "cuda" and hardware.bf16 else "fp32"
 
 

@@ -19,6 +19,9 @@ from finetune.planner.hardware import CONTEXT_BYTES
 StateBytes = Callable[[int, str], int]
 """Bytes of optimizer state of one tensor, by its elements and its role (`embedding`, `head` or another)."""
 
+UpdateBytes = Callable[[int, str], int]
+"""Bytes of temporaries of one tensor's update, by its elements and the device's type."""
+
 HOST_PROCESS = {"cpu": 700 * 2**20, "cuda": 3 * 2**30}
 """Resident bytes of a Python process with torch, transformers and peft loaded; 560 MiB measured on a CPU."""
 LOADING_TENSORS = 4
@@ -38,12 +41,13 @@ HEAP_TENSOR = 32 * 2**20
 @dataclass(frozen=True)
 class Facts:
     """What an estimate needs beside shape, recipe and plan: `longest_row` in tokens, `precision` bf16 or fp32, `rows`
-    of one rank's share of a step. `state_bytes` is the optimizer row's."""
+    of one rank's share of a step. `state_bytes` and `update_bytes` are the optimizer row's (none: those of torch's AdamW)."""
 
     longest_row: int
     precision: str
     state_bytes: StateBytes
     rows: int = 1
+    update_bytes: UpdateBytes | None = None
 
 
 @dataclass(frozen=True)
@@ -81,14 +85,14 @@ def estimate(shape: Shape, recipe: Recipe, plan: Plan, facts: Facts) -> Estimate
     tensors = trained_tensors(shape, storage)
     # Shorter rows than the longest make more micro-batches where a step is so many tokens.
     several = facts.rows > plan.micro_batch or recipe.train.batch_tokens is not None
-    parts = _Parts(shape, storage, work, plan, sum(elements for elements, _ in tensors) * 4, several)
+    parts = _Parts(shape, storage, work, plan, sum(elements for elements, _ in tensors) * storage.weight, several)
     weights = {"weights": weight_bytes(shape, storage)}
     optimizer = {"optimizer": sum(facts.state_bytes(elements, role) for elements, role in tensors)}
     largest = max((elements for elements, _ in tensors), default=0) * 4
     run = Bytes(weights) + Bytes(optimizer)
     phases = {
         "load": Bytes(weights) + Bytes({"workspace": _staging(shape, storage)}),
-        "step": run + parts.widest(_update_bytes(plan.device, largest)),
+        "step": run + parts.widest((facts.update_bytes or _update_bytes)(largest // 4, plan.device)),
         "evaluate": run + parts.evaluation(),
         "save": run + Bytes({"workspace": largest if plan.device == "cpu" else 0}),
     }
@@ -98,13 +102,13 @@ def estimate(shape: Shape, recipe: Recipe, plan: Plan, facts: Facts) -> Estimate
         phases["step"] += Bytes({"allocator": _heap(shape, storage, work)})
         return Estimate(phases, max(phases.values(), key=lambda phase: phase.total))
     largest_stored = max(shape.embedding_parameters, *(linear.parameters for linear in shape.linears), 1)
-    staging = max(LOADING_TENSORS * largest_stored * (4 if storage.trained else storage.frozen), largest)
+    staging = max(LOADING_TENSORS * largest_stored * (storage.weight if storage.trained else storage.frozen), largest)
     return Estimate(phases, Bytes({"process": HOST_PROCESS["cuda"], "staging": staging}))
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """The bytes that come and go within a step. `gradients`: those of every trained tensor, in fp32; `several`: a step may
+    """The bytes that come and go within a step. `gradients`: those of every trained tensor; `several`: a step may
     have more than one micro-batch."""
 
     shape: Shape
@@ -130,11 +134,11 @@ class _Parts:
                 "workspace": activations.block_workspace(shape, storage, work),
             }
         )
-        head = 4 * shape.vocabulary * shape.hidden if storage.whole_head else 0
+        head = storage.weight * shape.vocabulary * shape.hidden if storage.whole_head else 0
         last = (
             0
             if not storage.trained or storage.part is not None
-            else 4 * (shape.block_parameters + (0 if shape.tied else shape.embedding_parameters))
+            else storage.weight * (shape.block_parameters + (0 if shape.tied else shape.embedding_parameters))
         )
         norm = Bytes({"workspace": activations.norm_workspace(shape, storage, work)})
         return [
@@ -194,9 +198,9 @@ def _staging(shape: Shape, storage: Storage) -> int:
     return storage.frozen * (largest if storage.coded else max(largest, shape.embedding_parameters))
 
 
-def _update_bytes(device: str, largest: int) -> int:
-    """Temporaries of the update: a fused kernel needs none, a CPU two of the largest tensor (root and quotient)."""
-    return 2 * largest if device == "cpu" else 0
+def _update_bytes(elements: int, device: str) -> int:
+    """Temporaries of AdamW's update: a fused kernel needs none, a CPU two of the largest tensor (root and quotient)."""
+    return 8 * elements if device == "cpu" else 0
 
 
 def _fixed(plan: Plan) -> Bytes:

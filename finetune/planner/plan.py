@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from finetune.config.schema import Recipe
@@ -18,7 +19,7 @@ from finetune.memory.checkpointing import step_operations
 from finetune.memory.storage import Storage, Work, storage_of
 from finetune.memory.table import LEVERS
 from finetune.planner.budget import Budget, budget_of, device_of, precision_of
-from finetune.planner.estimate import Estimate, Facts, StateBytes, estimate
+from finetune.planner.estimate import Estimate, Facts, StateBytes, UpdateBytes, estimate
 from finetune.planner.hardware import Hardware
 from finetune.planner.pins import check_built, lever_choices, micro_batches, pinned_fields
 from finetune.planner.words import size
@@ -37,8 +38,8 @@ with the micro-batch."""
 EQUAL = 0.01
 """Plans within this share of the fastest count as equally fast; the one that needs least memory is taken."""
 
-OptimizerBytes = Callable[[str], StateBytes]
-"""The state bytes of an optimizer by its name."""
+OptimizerBytes = Callable[[Recipe], StateBytes]
+"""The state bytes of a recipe's optimizer."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,22 @@ class Decision:
     facts: Facts
 
 
-def optimizer_bytes(name: str) -> StateBytes:
-    """The state bytes of a row of the optimizer table."""
-    from finetune.optim.table import row_of
+def optimizer_bytes(recipe: Recipe) -> StateBytes:
+    """The state bytes of the recipe's row of the optimizer table."""
+    from finetune.optim.table import tensor_bytes
 
-    return row_of(name).state_bytes
+    trained = recipe.model.trained if recipe.adapter.kind == "none" else "fp32"
+    # Not a closure: a decision travels between processes.
+    return partial(tensor_bytes, recipe.optimizer, trained)
+
+
+def update_bytes(recipe: Recipe) -> UpdateBytes:
+    """The temporaries of an update by the recipe's row of the optimizer table."""
+    from finetune.optim.table import workspace_bytes
+
+    return partial(
+        workspace_bytes, recipe.optimizer.name, recipe.adapter.kind == "none" and recipe.model.trained != "fp32"
+    )
 
 
 def decide(
@@ -140,7 +152,8 @@ class Space:
 
     @property
     def facts(self) -> Facts:
-        return Facts(self.longest_row, self.precision, self.optimizers(self.recipe.optimizer.name), self.rows)
+        states, update = self.optimizers(self.recipe), update_bytes(self.recipe)
+        return Facts(self.longest_row, self.precision, states, self.rows, update)
 
     def candidates(self) -> list[Candidate]:
         """Every plan, larger micro-batches and fewer levers first; times are relative to the fastest."""

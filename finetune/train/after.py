@@ -13,7 +13,7 @@ from finetune.checkpoint import verify
 from finetune.config.load import load_recipe
 from finetune.config.schema import AdapterSection, Recipe
 from finetune.contracts import Model
-from finetune.data.dataset import prepare
+from finetune.data.opening import open_data
 from finetune.data.rendering import Renderer
 from finetune.data.templates import load_template
 from finetune.environment import hub_offline
@@ -132,7 +132,7 @@ def evaluate(run: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The evaluation figures of a finished run on its held-out sets (or those that the overrides name)."""
     recipe = finished_recipe(run, overrides)
     tokenizer = load_tokenizer(recipe.model)
-    splits = prepare(recipe, tokenizer)
+    splits = open_data(recipe, tokenizer)
     if not splits.evaluate:
         raise InputError("there are no held-out rows", str(run), "data.valid_path=FILE or evaluate.sets.NAME=FILE")
     model, precision, device = _load(recipe)

@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
 
 from finetune.contracts import StepResult
+from finetune.data.prefetch import Loaded, Prefetch, load
 from finetune.errors import FinetuneError, NothingFitsError, StoppedError
 from finetune.generate.evaluate import Evaluator
 from finetune.telemetry import memory
@@ -52,22 +54,22 @@ class Loop:
         if job.progress.step and self._evaluate_if_due() and not self._ended:
             # The evaluation after this step was cut off by what stopped the run.
             state.save(job)
-        with StepProgress(job.log, self.steps, job.progress.step) as bar:
-            for epoch, end, rows in upcoming(job):
-                if self._ended:
-                    break
-                result = self._step(rows)
-                self._record(result, epoch, end)
+        with StepProgress(job.log, self.steps, job.progress.step) as bar, ahead(job, self.steps) as steps:
+            for loaded in steps:
+                result = self._step(loaded)
+                self._record(result, loaded.epoch, loaded.end)
                 bar.step(result, memory.shown_bytes(job.world.device))
                 self._between_steps()
+                if self._ended:
+                    break
 
     @property
     def _ended(self) -> bool:
         return self.job.progress.ended(self.steps, self.job.recipe.train.stop_after)
 
-    def _step(self, rows: np.ndarray) -> StepResult:
-        with _memory_named(f"step {self.job.progress.step + 1} with rows {rows[:8].tolist()}"):
-            return train_step(self.job, rows, self.steps)
+    def _step(self, loaded: Loaded) -> StepResult:
+        with _memory_named(f"step {self.job.progress.step + 1} with rows {loaded.rows[:8].tolist()}"):
+            return train_step(self.job, loaded.rows.tolist(), self.steps, loaded)
 
     def _record(self, result: StepResult, epoch: int, end: int) -> None:
         job, progress = self.job, self.job.progress
@@ -167,11 +169,19 @@ def _memory_named(where: str) -> Iterator[None]:
         ) from None
 
 
+def ahead(job: Job, steps: int) -> Prefetch:
+    """The steps that are left, each with its batches made ahead."""
+    share = (job.world.rank, job.world.size, job.plan.micro_batch)
+    left = 0 if job.progress.ended(steps, job.recipe.train.stop_after) else steps - job.progress.step
+    return Prefetch(
+        islice(upcoming(job), left), lambda step: load(step, job.splits.train, job.task, share), job.world.device
+    )
+
+
 def upcoming(job: Job) -> Iterator[tuple[int, int, np.ndarray]]:
     """The steps' rows from the job's position on, without end: (epoch, rows of it consumed after the step, row ids)."""
     epoch, row = job.progress.epoch, job.progress.row
     while True:
-        for rows in job.order.batches(epoch, row):
-            row += len(rows)
-            yield epoch, row, rows
+        for rows, after in job.order.steps(epoch, row):
+            yield epoch, after, rows
         epoch, row = epoch + 1, 0

@@ -16,8 +16,8 @@ from finetune.checkpoint.lock import held
 from finetune.config.load import save_recipe
 from finetune.config.schema import Recipe
 from finetune.contracts import Model, Result
-from finetune.data.dataset import prepare
-from finetune.data.loader import Order, total_steps
+from finetune.data.loader import total_steps
+from finetune.data.opening import open_data, order_of
 from finetune.environment import Launch
 from finetune.errors import InputError, StoppedError
 from finetune.generate.evaluate import Evaluator
@@ -29,7 +29,8 @@ from finetune.models.new_tokens import tokens_of
 from finetune.models.shapes import shape_for
 from finetune.models.verify import check_lengths
 from finetune.optim.groups import roles_of
-from finetune.optim.table import build
+from finetune.optim.schedule import rate_notices
+from finetune.optim.table import build, notices
 from finetune.planner import report
 from finetune.planner.hardware import detect
 from finetune.planner.plan import Decision, decide
@@ -68,9 +69,9 @@ def _run(recipe: Recipe, launch: Launch, world: World) -> Result:
 
 def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World, log: Log) -> Result:
     tokenizer = load_tokenizer(recipe.model)
-    splits = prepare(recipe, tokenizer)
+    splits = open_data(recipe, tokenizer, world, log.say)
     finish.show_data(splits, log)
-    order = Order(splits.train.lengths, recipe.train.batch, recipe.train.batch_tokens, recipe.train.seed)
+    order = order_of(recipe, splits.train)
     saved = state.read(checkpoint, recipe, splits.train.fingerprint) if checkpoint else None
     progress = state.progress_of(saved[1]) if saved else Progress()
     steps = total_steps(order, recipe.train.epochs, recipe.train.max_steps, progress.position, progress.step)
@@ -80,17 +81,20 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
         return _already_complete(recipe, folder, progress, log)
     shape, planned = shape_for(recipe), as_planned(recipe)
     hardware = detect(world.device.type)
-    longest = max(int(rows.lengths.max()) for rows in (splits.train, *splits.evaluate.values()))
+    longest = max(rows.longest_row for rows in (splits.train, *splits.evaluate.values()))
     decision = world.agree(lambda: decide(planned, shape, hardware, ranks=world.size, longest_row=longest))
     log.say(report.render(decision, shape, planned, hardware))
     for notice in state.check_plan(saved[1], decision.plan, decision.precision) if saved else []:
         log.notice(notice)
     model = load_model(recipe, world.device, decision.precision, shape=shape)
-    document = max(int(rows.documents.lengths.max()) for rows in (splits.train, *splits.evaluate.values()))
+    document = max(rows.longest_document for rows in (splits.train, *splits.evaluate.values()))
     for notice in (*model.notices, *check_lengths(model, longest, document)):
         log.notice(notice)
     key = assemble(model, decision.plan, recipe.train.seed, decision.precision)
-    optimizer = build(recipe.optimizer, model.trainable(), roles_of(model.module))
+    named, roles = model.trainable(), roles_of(model.module)
+    optimizer = build(recipe.optimizer, named, roles, recipe.model.trained, recipe.train.seed)
+    for notice in (*notices(recipe.optimizer, named, roles), *rate_notices(recipe.optimizer, recipe.train)):
+        log.notice(notice)
     job = Job(
         recipe, decision.plan, world, decision.precision, folder, splits, order, TextTask(tokenizer.pad_token_id), model,
         optimizer, key, StopSignal(log), log, progress,
@@ -100,7 +104,7 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
         for notice in state.restore(job, saved[0], saved[1]):
             log.notice(notice)
         log.say(
-            f"resumed from {checkpoint} at step {job.progress.step}, epoch {job.progress.epoch}, row {job.progress.row}"
+            f"resumed from {checkpoint} at step {job.progress.step}, epoch {job.progress.epoch}, {order.place(job.progress.row)}"
         )
     return _train(job, decision, steps)
 

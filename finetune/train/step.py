@@ -11,29 +11,33 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from finetune.contracts import Batch, StepResult
-from finetune.data.loader import micro_batches
+from finetune.data.prefetch import Loaded, load
 from finetune.errors import DataError, DivergedError
 from finetune.kernels.precision import compute
-from finetune.optim.schedule import rate
+from finetune.optim.schedule import peak_rate, rate
 from finetune.train.job import Job, StopAskedError
 
 
-def train_step(job: Job, rows: Sequence[int], steps: int) -> StepResult:
+def train_step(job: Job, rows: Sequence[int], steps: int, loaded: Loaded | None = None) -> StepResult:
     """Trains on `rows` (of the global batch; this rank takes its share) and returns what happened.
 
-    `steps` is the length of the schedule. Raises StopAskedError before anything is done when any rank was asked to
-    stop, and DivergedError before the update when the loss or the gradient is not finite.
+    `steps` is the length of the schedule; `loaded` are the rows' batches where they were made
+    ahead. Raises StopAskedError before anything is done when any rank was asked to stop, and DivergedError before the
+    update when the loss or the gradient is not finite.
     """
     started = time.perf_counter()
     world, plan = job.world, job.plan
-    shares = micro_batches(rows, world.rank, world.size, plan.micro_batch)
-    batches = [job.task.collate([job.splits.train[int(i)] for i in share]) for share in shares]
-    counts = [sum(map(job.task.count, batches)), sum(map(job.task.tokens, batches)), job.stop.asked is not None]
-    data_wait = time.perf_counter() - started
+    if loaded is None:
+        loaded = load((0, 0, np.asarray(rows)), job.splits.train, job.task, (world.rank, world.size, plan.micro_batch))
+    loaded.raise_error()
+    batches = loaded.batches
+    data_wait = time.perf_counter() - started + loaded.waited
+    counts = [loaded.trained, loaded.tokens, job.stop.asked is not None]
     count, tokens, stop = world.sum(counts)
     if stop:
         raise StopAskedError(job.stop.asked or "a signal on another rank")
@@ -49,12 +53,13 @@ def train_step(job: Job, rows: Sequence[int], steps: int) -> StepResult:
     if not (math.isfinite(loss) and math.isfinite(norm_value)):
         raise _diverged(job, batches, losses, loss, norm_value)
     clip(gradients, norm_value, job.recipe.train.max_grad_norm)
-    lr = rate(job.recipe.schedule, job.recipe.optimizer.lr, job.progress.step, steps)
+    peak = peak_rate(job.recipe.optimizer, job.recipe.train)
+    lr = rate(job.recipe.schedule, peak, job.progress.step, steps)
     for group in job.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_factor"]
     job.optimizer.step()
     job.optimizer.zero_grad(set_to_none=True)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - started + loaded.waited
     return StepResult(job.progress.step + 1, loss, int(tokens), int(count), lr, norm_value, seconds, data_wait)
 
 
@@ -62,7 +67,7 @@ def _backward(job: Job, batch: Batch, count: float) -> Tensor:
     """Adds the micro-batch's share of the gradient; returns its summed loss, detached, still on the device."""
     on_device = batch.to(job.world.device)
     job.key.set(job.progress.step, on_device.row_ids)
-    with compute(job.world.device, job.precision):
+    with compute(job.world.device, job.precision, job.recipe.model.trained):
         loss = job.task.loss_sum(job.model, on_device, job.plan)
     (loss / count).backward()
     return loss.detach()
@@ -79,8 +84,17 @@ def _gradients(job: Job) -> list[Tensor]:
 
 
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The norm of the per-tensor fp32 norms, in the order given: fp32 scalar on the gradients' device."""
-    return torch.nn.utils.get_total_norm([gradient.float() for gradient in gradients])
+    """The norm of the per-tensor fp32 norms, in the order given: fp32 scalar on the gradients' device.
+
+    16-bit gradients are widened inside the sum, tensor by tensor: no fp32 copy of any is made.
+    """
+    gradients = list(gradients)
+    if not gradients:
+        return torch.zeros(())
+    if all(gradient.dtype == torch.float32 for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def clip(gradients: Iterable[Tensor], norm: float, max_norm: float | None) -> None:
@@ -114,7 +128,7 @@ def _diverged(job: Job, batches: list[Batch], losses: list[Tensor], loss: float,
 def _row_is_finite(job: Job, row: int) -> bool:
     batch = job.task.collate([job.splits.train[row]]).to(job.world.device)
     job.key.set(job.progress.step, batch.row_ids)
-    with torch.no_grad(), compute(job.world.device, job.precision):
+    with torch.no_grad(), compute(job.world.device, job.precision, job.recipe.model.trained):
         return math.isfinite(float(job.task.loss_sum(job.model, batch, job.plan)))
 
 

@@ -254,7 +254,7 @@ EVERY_KEY: dict[str, str] = {
     "recipe": "mine", "task": "text", "device": "cpu", "resume": "auto",
     "model.path": "builtin:tiny", "model.revision": "main", "model.precision": "fp32", "model.base": "nf4",
     "model.double_quant": "no", "model.new_tokens": "['<a>', '<b c>']", "model.new_tokens_path": "t.txt", "model.layers": "2",
-    "model.attention": "eager", "model.trust_remote_code": "yes",
+    "model.trained": "fp32", "model.attention": "eager", "model.trust_remote_code": "yes",
     "adapter.kind": "lora", "adapter.rank": "8", "adapter.alpha": "16", "adapter.dropout": "0.1",
     "adapter.scaling": "rslora", "adapter.init": "gaussian", "adapter.ranks": "{q_proj: 4, 'layers.1.mlp.*': 8}",
     "adapter.alphas": "{q_proj: 8}", "adapter.modules_to_save": "[lm_head]",
@@ -262,9 +262,12 @@ EVERY_KEY: dict[str, str] = {
     "data.path": "x.jsonl", "data.split": "test", "data.valid_path": "v.jsonl", "data.valid_share": "0",
     "data.template": "alpaca", "data.columns": "{instruction: question, output: answer}", "data.max_tokens": "128",
     "data.on_long": "drop", "data.on_bad_row": "skip", "data.pack": "yes", "data.train_on": "last", "data.max_rows": "9",
+    "data.mixture": "{}", "data.weights": "{}", "data.on_exhausted": "stop", "data.streaming": "no",
+    "data.shuffle_buffer": "4096", "data.workers": "2", "data.cache": "no",
     "optimizer.name": "adamw8bit", "optimizer.lr": "1e-5", "optimizer.weight_decay": "0.1", "optimizer.beta1": "0.8",
-    "optimizer.beta2": "0.95", "optimizer.epsilon": "1e-6",
-    "schedule.name": "linear", "schedule.warmup": "0.1", "schedule.final": "0.2",
+    "optimizer.beta2": "0.95", "optimizer.epsilon": "1e-6", "optimizer.full_state": "head", "optimizer.scale_lr": "sqrt",
+    "optimizer.base_batch": "8", "optimizer.groups": "{'*.layers.0.*': lr_factor=0.5 weight_decay=0}",
+    "schedule.name": "linear", "schedule.decay": "0.1", "schedule.warmup": "0.1", "schedule.final": "0.2",
     "train.batch": "3", "train.batch_tokens": "~", "train.max_steps": "5", "train.epochs": "1.5",
     "train.last_blocks": "~", "train.modules": "[]", "train.freeze": "~",
     "train.max_grad_norm": "~", "train.seed": "7", "train.stop_after": "2",
@@ -274,7 +277,8 @@ EVERY_KEY: dict[str, str] = {
     "plan.gpu_memory": "8GiB", "plan.host_memory": "24GB", "plan.exact": "bitwise", "plan.micro_batch": "2",
     "plan.activation_checkpointing": "no", "plan.loss_chunk": "64", "plan.weights": "resident",
     "plan.resident_blocks": "auto", "plan.activation_offload": "no", "plan.optimizer_placement": "device",
-    "plan.fast_block": "no", "plan.attention": "flash", "plan.compile": "no", "plan.data": "1", "plan.shard": "1", "plan.tensor": "1", "plan.context": "1",
+    "plan.compile": "no", "plan.data": "1", "plan.shard": "1", "plan.tensor": "1", "plan.context": "1",
+    "plan.fast_block": "no", "plan.attention": "auto",
     "run.dir": "runs/${recipe}", "run.trackers": "wandb",
 }  # fmt: skip
 """Every key of the schema, away from its default where it can be."""
@@ -294,11 +298,14 @@ def test_b64_every_key_given_is_in_the_resolved_recipe_and_survives_being_saved(
     assert recipe.evaluate.sets == {"hard": "h.jsonl", "a.b": "c.jsonl"}
     assert recipe.adapter.ranks == {"q_proj": 4, "layers.1.mlp.*": 8}
     assert recipe.model.new_tokens == ("<a>", "<b c>")
+    assert (recipe.data.workers, recipe.data.cache) == (2, False)
     assert recipe.run.dir == "runs/mine"
     defaults = load()
     changed = {key for key, _, _ in recipe_differences(recipe, defaults)}
     at_default = {"task", "model.path", "data.path", "data.valid_share", "train.batch_tokens", "plan.resident_blocks"}
     at_default |= {"train.last_blocks", "train.modules", "train.freeze"}  # they do not go with an adapter
+    at_default |= {f"data.{name}" for name in ("mixture", "weights", "on_exhausted", "streaming", "shuffle_buffer")}
+    at_default |= {"model.trained", "schedule.decay", "plan.attention"}
     assert changed == set(EVERY_KEY) - at_default
 
     save_recipe(recipe, tmp_path / "recipe.yaml")

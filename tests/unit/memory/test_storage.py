@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from finetune.config.schema import Recipe
-from finetune.memory.storage import storage_of
+from finetune.memory.storage import storage_of, weight_bytes
 from finetune.models.adapters import match_targets
 from finetune.models.shapes import SHAPES
 
@@ -44,3 +44,14 @@ def test_targets_of_a_plan_are_those_of_the_adapter(
     inside = {name.split(".", 3)[3] for name in found if name.startswith("model.layers.")}
     assert inside == linears
     assert ("lm_head" in found, "model.embed_tokens" in found) == (head, embedding)
+
+
+@pytest.mark.parametrize(("trained", "each"), [("fp32", 4), ("stochastic", 2), ("split", 2), ("bf16", 2)])
+def test_bytes_of_trained_weights_are_those_of_their_dtype(trained: str, each: int) -> None:
+    shape = SHAPES["tiny"]
+    recipe = Recipe.model_validate({"model": {"path": "x", "trained": trained, "precision": "bf16"}})
+    storage = storage_of(shape, recipe, "bf16")
+    assert weight_bytes(shape, storage) == each * shape.parameters
+    assert (storage.weight, storage.stream, storage.cast) == (each, each, trained == "fp32")
+    lora = Recipe.model_validate({"model": {"path": "x", "precision": "bf16"}, "adapter": {"kind": "lora"}})
+    assert storage_of(shape, lora, "bf16").weight == 4

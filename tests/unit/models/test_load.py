@@ -51,6 +51,21 @@ def test_bf16_full_training_holds_fp32_and_says_so(tiny, recipe, shape):
     assert dtypes(answering.module.parameters()) == {torch.bfloat16}
 
 
+@pytest.mark.parametrize(
+    ("trained", "said"), [("stochastic", "keyed draw"), ("split", "the other 16 bits"), ("bf16", "nothing is learned")]
+)
+def test_b127_trained_weights_in_16_bits_are_asked_for_and_said(tiny, recipe, shape, trained, said):
+    wanted = recipe(tiny).model_copy(update={"model": recipe(tiny).model.model_copy(update={"trained": trained})})
+    model = load_model(wanted, "cpu", "bf16", shape=shape)
+    assert dtypes(model.trainable().values()) == {torch.bfloat16}
+    assert any(said in notice for notice in model.notices)
+    assert any("stored in float32; what bf16 cannot show" in notice for notice in model.notices)
+    with pytest.raises(
+        ModelError, match=f"model.trained={trained} keeps weights in bf16, and this run computes in fp32"
+    ):
+        load_model(wanted, "cpu", "fp32", shape=shape)
+
+
 def test_eager_attention_is_the_recipes(tiny, recipe, shape):
     model = load_model(recipe(tiny, model={"attention": "eager"}), "cpu", "fp32", shape=shape)
     assert model.base.config._attn_implementation == "eager"

@@ -6,7 +6,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from finetune.optim.groups import parameter_groups, role_by_name, roles_of
+from finetune.config.schema import OptimizerSection
+from finetune.errors import InputError
+from finetune.optim.groups import divide, parameter_groups, role_by_name, roles_of
+from finetune.optim.table import build, notices
 
 LLAMA = LlamaConfig(
     vocab_size=32,
@@ -85,3 +88,39 @@ def test_names_and_modules_agree_on_known_models(tied):
 def test_a_tensor_of_no_dimension_is_not_decayed():
     (group,) = parameter_groups({"scale": nn.Parameter(torch.tensor(1.0))}, 0.1)
     assert group["weight_decay"] == 0.0
+
+
+def test_patterns_set_rates_and_decays_and_the_first_that_matches_counts():
+    named = trainable(LlamaForCausalLM(LLAMA))
+    wanted = {"*embed*": "lr_factor=0.1", "*.layers.0.mlp.*": "weight_decay=0.3, lr_factor=0.5", "*mlp*": "lr_factor=9"}
+    with pytest.raises(InputError, match=r"no trained parameter is left for the pattern '\*mlp\*'"):
+        parameter_groups(named, 0.1, wanted=wanted)
+    del wanted["*mlp*"]
+    groups = parameter_groups(named, 0.1, wanted=wanted)
+    facts = {name: (g["lr_factor"], g["weight_decay"]) for g in groups for name in g["names"]}
+    assert facts["model.embed_tokens.weight"] == (0.1, 0.0)
+    assert facts["model.layers.0.mlp.up_proj.weight"] == (0.5, 0.3)
+    assert facts["model.layers.0.self_attn.q_proj.weight"] == (1.0, 0.1)
+    assert facts["model.norm.weight"] == (1.0, 0.0)
+    assert set(facts) == set(named)
+
+
+def test_places_are_numbers_in_model_order_whatever_the_groups():
+    named = trainable(LlamaForCausalLM(LLAMA))
+    order = {name: place for place, name in enumerate(named)}
+    groups = parameter_groups(named, 0.1, wanted={"*mlp*": "lr_factor=2"})
+    cut = divide(groups, lambda count, role, p: count > 300, "large")
+    assert {g["large"] for g in cut} == {True, False}
+    for group in (*groups, *cut):
+        assert group["places"] == [order[name] for name in group["names"]]
+        assert len(group["params"]) == len(group["roles"]) == len(group["names"])
+
+
+def test_groups_reach_the_optimizer_and_are_said():
+    named = trainable(LlamaForCausalLM(LLAMA))
+    section = OptimizerSection(name="adamw8bit", groups={"*embed*": "lr_factor=0.1 weight_decay=0.2"})
+    optimizer = build(section, named)
+    assert [(g["lr_factor"], g["weight_decay"]) for g in optimizer.param_groups if "embed" in g["names"][0]] == [
+        (0.1, 0.2)
+    ]
+    assert notices(section, named)[-1] == "1 tensors at 0.1 of the rate, decay 0.2: model.embed_tokens.weight"

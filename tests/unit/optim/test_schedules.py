@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from finetune.config.schema import ScheduleSection
+from finetune.config.schema import OptimizerSection, ScheduleSection, TrainSection
 from finetune.errors import InputError
-from finetune.optim.schedule import SCHEDULES, rate, warmup_steps
+from finetune.optim.schedule import SCHEDULES, peak_rate, rate, rate_notices, warmup_steps
 
 
 def rates(steps: int, peak: float = 1.0, **section) -> list[float]:
@@ -43,7 +43,7 @@ def test_cosine_and_constant_values():
     assert rates(3, peak=2.0, name="constant", warmup=1) == [1.0, 2.0, 2.0]
 
 
-@pytest.mark.parametrize("name", ["linear", "cosine"])
+@pytest.mark.parametrize("name", ["linear", "cosine", "wsd"])
 def test_final_is_reached_one_step_after_the_last_and_kept(name):
     section = ScheduleSection(name=name, final=0.1)
     assert rate(section, 2.0, 0, 10) == pytest.approx(2.0)
@@ -59,7 +59,7 @@ def test_every_row_stays_between_zero_and_the_peak(name):
 
 
 def test_table_has_the_promised_rows():
-    assert list(SCHEDULES) == ["constant", "linear", "cosine"]
+    assert list(SCHEDULES) == ["constant", "linear", "cosine", "wsd"]
 
 
 def test_unknown_name_lists_the_known_ones():
@@ -71,3 +71,25 @@ def test_tables_import_no_torch():
     code = "import sys, finetune.optim.table, finetune.optim.schedule; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
+
+
+def test_wsd_warms_up_stays_and_decays_by_a_straight_line():
+    assert rates(10, name="wsd", warmup=2, decay=4) == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
+    assert rates(10, name="wsd", decay=0.2) == pytest.approx([1.0] * 9 + [0.5])
+    assert rates(10, name="wsd", decay=0.2, final=0.4)[-1] == pytest.approx(0.7)
+
+
+def test_wsd_without_decay_is_constant_and_with_only_decay_linear():
+    assert rates(5, name="wsd", decay=0) == [1.0] * 5
+    assert rates(10, name="wsd", decay=50) == pytest.approx(rates(10, name="linear"))
+
+
+@pytest.mark.parametrize(
+    ("how", "batch", "expected"), [("none", 64, 1e-4), ("linear", 64, 4e-4), ("sqrt", 64, 2e-4), ("linear", 8, 5e-5)]
+)
+def test_rate_is_scaled_with_the_batch_on_request_and_said(how, batch, expected):
+    section = OptimizerSection(lr=1e-4, scale_lr=how, base_batch=None if how == "none" else 16)
+    for train in (TrainSection(batch=batch), TrainSection(batch_tokens=batch)):
+        assert peak_rate(section, train) == pytest.approx(expected)
+    said = rate_notices(section, TrainSection(batch=batch))
+    assert said == [] if how == "none" else f"from a batch of 16 rows to {batch}" in said[0]
