@@ -37,7 +37,8 @@ class Shape:
     """The counts of a decoder that the planner needs; no tensors.
 
     `block_extra` are a block's parameters outside its linears (norms, biases); `extra` those outside blocks,
-    embedding and head (the final norm). `family` is transformers' model type, empty where it is not known.
+    embedding and head (the final norm). `changed_logits`: the model caps or scales its logits after the head. `family` is
+    transformers' model type, empty where it is not known.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Shape:
     linears: tuple[LinearShape, ...]
     block_extra: int
     extra: int
+    changed_logits: bool = False
     family: str = ""
 
     @property

@@ -12,7 +12,7 @@ import errno
 import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from finetune.checkpoint.folders import written
 from finetune.checkpoint.generation import sound_generation_config
+from finetune.checkpoint.initial import INITIAL, widen
 from finetune.checkpoint.merge import Merged, base_dtype, merge, merge_faults, merge_notices
 from finetune.contracts import Model
 from finetune.errors import CheckpointError, FinetuneError
@@ -77,22 +78,44 @@ def adapter_notices(model: Model) -> list[str]:
     return [f"{what}: peft loads it, vLLM and llama.cpp do not; export it merged for them"]
 
 
-def export_adapter(model: Model, folder: Path) -> Path:
+def export_adapter(model: Model, folder: Path, new_tokens: Sequence[str] = ()) -> Path:
     """Writes the adapter, tokenizer and chat template so that peft loads them; returns `folder`.
 
-    Weights are those trained (fp32). The base's path in adapter_config.json is the model's source. Raises
+    Weights are those trained (fp32). The base's path in adapter_config.json is the model's source. `new_tokens` were
+    added to the vocabulary: the folder says what to do with the base before the adapter is loaded (case B94). An
+    adapter that began as a part of its base is written with twice the rank, so that it fits the base as it was. Raises
     CheckpointError when `folder` holds something else, cannot be written or the disk is full.
     """
     module, name = _peft(model), _adapter_name(model)
     tensors = _adapter_tensors(model)
     _require_complete(model, set(tensors))
-    needed = sum(t.numel() * t.element_size() for t in tensors.values()) + SLACK
-    facts = {"kind": "adapter", "base": model.source, "notices": adapter_notices(model)}
+    needed = 2 * sum(t.numel() * t.element_size() for t in tensors.values()) + SLACK
+    notices = adapter_notices(model) + ([vocabulary_notice(model, new_tokens)] if new_tokens else [])
+    facts: dict[str, Any] = {"kind": "adapter", "base": model.source, "notices": notices}
+    if new_tokens:
+        facts |= {"new_tokens": list(new_tokens), "vocabulary": _rows(model)}
     with _result(folder, needed, facts) as new:
         module.save_pretrained(str(new), selected_adapters=[name], save_embedding_layers=False)
         _edit_json(new / ADAPTER_CONFIG, model.source)
+        if INITIAL in module.peft_config:
+            widen(new / ADAPTER_WEIGHTS, new / ADAPTER_CONFIG, module)
+        if new_tokens:
+            with (new / "README.md").open("a", encoding="utf-8") as card:
+                card.write(f"\n## New tokens\n\n{vocabulary_notice(model, new_tokens)}\n")
         _save_tokenizer(model, new)
     return folder
+
+
+def vocabulary_notice(model: Model, new_tokens: Sequence[str]) -> str:
+    """What a reader of the adapter does first, since its base lacks the new tokens."""
+    return (
+        f"the adapter was trained with {len(new_tokens)} new tokens: before peft loads it, the base is resized "
+        f"(base.resize_token_embeddings({_rows(model)})), and the tokenizer is the one in this folder"
+    )
+
+
+def _rows(model: Model) -> int:
+    return int(model.base.get_input_embeddings().weight.shape[0])
 
 
 def export_merged(model: Model, folder: Path, dtype: torch.dtype | None = None) -> Path:
@@ -239,12 +262,16 @@ def _adapter_tensors(model: Model) -> dict[str, torch.Tensor]:
 
 def _require_complete(model: Model, saved: set[str]) -> None:
     """Every trained tensor must be in the file: a trained one that peft does not count as the adapter's would be lost."""
-    lost = [
-        name for name in model.trainable() if re.sub(r"\.(modules_to_save\.)?default(?=\.|$)", "", name) not in saved
-    ]
+    lost = [name for name in model.trainable() if _saved_name(name) not in saved]
     if lost:
         what = f"{len(lost)} trained tensors are not part of the adapter, such as {lost[0]}"
         raise CheckpointError(what, "export", "export the model merged: to=merged")
+
+
+def _saved_name(name: str) -> str:
+    """A live parameter's name as peft saves it: without the adapter's name, DoRA's sizes without their last part."""
+    name = re.sub(r"(\.lora_magnitude_vector)\.default\.weight$", r"\1", name)
+    return re.sub(r"\.(modules_to_save\.)?default(?=\.|$)", "", name)
 
 
 def _edit_json(path: Path, source: str) -> None:

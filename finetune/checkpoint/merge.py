@@ -1,7 +1,7 @@
 """The weights of base plus adapter as one plain state dictionary, without touching the live model.
 
 Each weight is taken to fp32, the adapter's product is made and added in fp32, and the sum is cast once: merging in 16
-bits rounds the product, the sum and the weight one after the other. A 4-bit base is dequantised first and the result
+bits rounds the product, the sum and the weight one after the other. A quantised base is decoded first and the result
 stays in 16 or 32 bits, since rounding the sum back to 4 bits would throw the adapter away. One layer at a time is in
 fp32. Formulas: LoRA, W + s B A (https://arxiv.org/abs/2106.09685); DoRA, m (W + s B A) / |W + s B A| by output row
 (https://arxiv.org/abs/2402.09353).
@@ -19,10 +19,11 @@ from peft.tuners.lora import Embedding as LoraEmbedding
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.variants import DoraLinearVariant
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 
 from finetune.errors import CheckpointError
+from finetune.kernels.stored_linear import StoredLinear
 
 STOP = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 """Modules that an adapter put in place of one of the base; their inside is not part of the plain model."""
@@ -45,18 +46,22 @@ def merge_faults(base: nn.Module) -> list[str]:
 
 def merge_notices(base: nn.Module) -> list[str]:
     """What the user should know of a merge of this model."""
-    four_bit = [name for name, module in _plain_modules(base) if _is_4bit(_inner(module))]
-    if not four_bit:
-        return []
+    kinds = Counter(kind for _, module in _plain_modules(base) if (kind := _stored_as(_inner(module))))
     dora = any(isinstance(module, LoraLayer) and module.lora_magnitude_vector for _, module in _plain_modules(base))
     approximate = "; DoRA's norms were trained on rounded weights, so the merge is approximate" if dora else ""
-    return [f"the base's {len(four_bit)} 4-bit layers are dequantised: the result is in 16 or 32 bits{approximate}"]
+    return [
+        f"the base's {count} {kind} layers are dequantised: the result is in 16 or 32 bits{approximate}"
+        for kind, count in kinds.items()
+    ]
 
 
 def base_dtype(base: nn.Module) -> torch.dtype:
     """The type that most of the base's weights have, 4-bit ones counted as what they were quantised from."""
     counts: Counter[torch.dtype] = Counter()
     for _, module in _plain_modules(base):
+        inner = _inner(module)
+        if isinstance(inner, StoredLinear):
+            counts[inner.dtype] += inner.codes.numel()
         for parameter in _inner(module).parameters(recurse=False):
             if _is_4bit(_inner(module)) and hasattr(parameter, "quant_state"):
                 counts[parameter.quant_state.dtype] += parameter.quant_state.shape.numel()
@@ -108,13 +113,15 @@ def _plain_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, n
 
 
 def _inner(module: nn.Module) -> nn.Module:
-    """The module whose weights count: the base of an adapter layer, else itself."""
+    """The module whose weights count: the base of an adapter layer or of trained token rows, else itself."""
+    if isinstance(module, TrainableTokensWrapper):
+        return module.token_adapter.base_layer
     return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
 
 def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The module's own buffers that belong into a file, by their last name."""
-    buffers = dict(module.named_buffers(recurse=False))
+    buffers = {} if isinstance(module, StoredLinear) else dict(module.named_buffers(recurse=False))
     saved = module.state_dict() if buffers else {}
     return {name: buffer for name, buffer in buffers.items() if name in saved}
 
@@ -122,8 +129,18 @@ def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
 def _weights(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Tensor]]]:
     """(last name, identities of what it is made of, function that gives it in fp32) of a module's own weights."""
     inner = _inner(module)
-    for name, parameter in inner.named_parameters(recurse=False):
-        plain = partial(_dequantised if name == "weight" and _is_4bit(inner) else _full, parameter)
+    own: dict[str, Tensor] = dict(inner.named_parameters(recurse=False))
+    if isinstance(inner, StoredLinear):
+        own = {"weight": inner.codes, **own}
+    for name, parameter in own.items():
+        if isinstance(module, TrainableTokensWrapper) and name == "weight":
+            trained = module.token_adapter.trainable_tokens_delta[module.active_adapters[0]]
+            yield name, (id(parameter), id(trained)), partial(_with_rows, parameter, trained, _ids(module))
+            continue
+        if isinstance(inner, StoredLinear) and name == "weight":
+            plain = partial(_decoded, inner)
+        else:
+            plain = partial(_dequantised if name == "weight" and _is_4bit(inner) else _full, parameter)
         if isinstance(module, LoraLayer) and name == "weight":
             yield name, (id(parameter), id(module)), partial(_with_adapter, module, plain)
         elif isinstance(module, LoraLayer) and _bias_delta(module) is not None:
@@ -132,8 +149,28 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...], Callable
             yield name, (id(parameter),), plain
 
 
+def _ids(module: TrainableTokensWrapper) -> list[int]:
+    return list(module.token_adapter.token_indices[module.active_adapters[0]])
+
+
+def _with_rows(parameter: Tensor, trained_ND: Tensor, ids: list[int]) -> Tensor:
+    """The matrix with the rows of trained tokens in place of its own."""
+    full_VD = parameter.detach().float().clone()
+    full_VD[ids] = trained_ND.detach().float()
+    return full_VD
+
+
 def _full(parameter: nn.Parameter) -> Tensor:
     return parameter.detach().float()
+
+
+def _decoded(layer: StoredLinear) -> Tensor:
+    return layer.weight.float()
+
+
+def _stored_as(module: nn.Module) -> str:
+    """How the module's weight is stored where that is not as it computes: 4-bit, int8 or fp8; else empty."""
+    return "4-bit" if _is_4bit(module) else module.kind if isinstance(module, StoredLinear) else ""
 
 
 def _with_bias(layer: LoraLayer, plain: Callable[[], Tensor]) -> Tensor:
@@ -183,6 +220,8 @@ def _dequantised(weight: nn.Parameter) -> Tensor:
 def _module_fault(module: nn.Module) -> str:
     if isinstance(module, ModulesToSaveWrapper):
         return "several trained copies are active, or none"
+    if isinstance(module, TrainableTokensWrapper):
+        return "" if len(module.active_adapters) == 1 else "several sets of token rows are active, or none"
     if isinstance(module, AuxiliaryTrainingWrapper):
         return f"{type(module).__name__} is not supported"
     if isinstance(module, BaseTunerLayer):

@@ -109,9 +109,16 @@ def _logits(module: nn.Module, ids_BS: Tensor) -> Tensor:
     try:
         for part in repacking:
             part.support_avx512bf16_for_cpu = False
-        return module(input_ids=ids_BS, use_cache=False).logits.float()
+        # Layers that are trained whole are fp32 in the live model, beside frozen ones in 16 bits.
+        with torch.autocast(ids_BS.device.type, torch.bfloat16, enabled=_is_mixed(module)):
+            return module(input_ids=ids_BS, use_cache=False).logits.float()
     finally:
         for part in repacking:
             part.support_avx512bf16_for_cpu = True
         for part, training in modes:
             part.training = training
+
+
+def _is_mixed(module: nn.Module) -> bool:
+    kinds = {p.dtype for name, p in module.named_parameters() if p.is_floating_point() and ".lora_" not in name}
+    return kinds == {torch.float32, torch.bfloat16}

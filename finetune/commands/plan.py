@@ -37,13 +37,14 @@ def main(arguments: list[str]) -> int:
     left_open = recipe_of(given, launch, faults)
     recipe = resolve_launch(left_open, launch)
     tell(notes_of_launch(left_open, recipe, launch), launch)
+    from finetune.models.adapter_folder import as_planned
     from finetune.models.shapes import shape_for
     from finetune.planner import report
     from finetune.planner.hardware import detect
     from finetune.planner.plan import decide
     from finetune.planner.refusal import PlanRefusedError
 
-    shape = shape_for(recipe)
+    shape, recipe = shape_for(recipe), as_planned(recipe)
     hardware = pretend or detect(recipe.device)
     try:
         decision = decide(recipe, shape, hardware, ranks=launch.world, longest_row=recipe.data.max_tokens)

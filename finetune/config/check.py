@@ -8,10 +8,12 @@ only where the recipe leaves a choice open.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from finetune.config import methods
 from finetune.config.keys import nearest, show
+from finetune.config.problems import Problem, Problems
 from finetune.config.schema import Recipe
 from finetune.environment import Launch
 from finetune.errors import Fault
@@ -45,18 +47,6 @@ class Known:
     """Optimizers that train fp32 weights only."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A contradiction between keys; the caller knows in which files they stand."""
-
-    keys: tuple[str, ...]
-    what: str
-    remedy: str
-
-
-Problems = Iterator[Problem]
-
-
 def check(recipe: Recipe, known: Known | None, launch: Launch) -> list[Fault]:
     """Everything that contradicts in a recipe whose fields are right one by one."""
     return [Fault(", ".join(p.keys), p.what, p.remedy) for p in problems(recipe, known, launch)]
@@ -84,26 +74,6 @@ def _batch(recipe: Recipe) -> Problems:
         what = f"a step of {train.batch_tokens} tokens cannot hold one row of {data.max_tokens}"
         remedy = f"raise train.batch_tokens to at least {data.max_tokens}, or lower data.max_tokens"
         yield Problem(("train.batch_tokens", "data.max_tokens"), what, remedy)
-
-
-def _adapter(recipe: Recipe) -> Problems:
-    adapter = recipe.adapter
-    if adapter.kind != "none":
-        if not adapter.targets:
-            yield Problem(("adapter.targets",), "no layer is named", "name layers, or write all-linear")
-        return
-    if recipe.model.base == "nf4":
-        what = "a base in 4 bits cannot be trained itself, and there is no adapter"
-        yield Problem(("model.base", "adapter.kind"), what, "write adapter.kind=lora (QLoRA), or model.base=same")
-    if adapter.path is not None:
-        what = f"an adapter is to be gone on from ({adapter.path}), and adapter.kind is none"
-        yield Problem(("adapter.path", "adapter.kind"), what, "write adapter.kind=lora, or leave adapter.path out")
-    for name in ("rank", "alpha", "dropout", "targets"):
-        value = getattr(adapter, name)
-        if value != type(adapter).model_fields[name].default:
-            what = f"adapter.{name} is {show(value)}, and adapter.kind is none: the whole model would be trained"
-            remedy = f"write adapter.kind=lora, or leave adapter.{name} out"
-            yield Problem((f"adapter.{name}", "adapter.kind"), what, remedy)
 
 
 def _trained(recipe: Recipe) -> Problems:
@@ -239,7 +209,8 @@ def _schedule(recipe: Recipe) -> Problems:
 
 RULES: tuple[Callable[[Recipe], Problems], ...] = (
     _batch,
-    _adapter,
+    methods.adapter,
+    methods.base,
     _trained,
     _rate,
     _data,

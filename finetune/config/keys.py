@@ -13,17 +13,16 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from finetune.config.schema import Recipe, Section, Wants
+from finetune.config.schema import Recipe, Section
+from finetune.config.values import Wants
 
 Path = tuple[str, ...]
 
-NOT_BUILT = ("model.fp8_compute", "model.layers", "generate.kv_cache")
+NOT_BUILT = ("model.fp8_compute", "generate.kv_cache")
 """Keys that the design promises and this version lacks."""
 
 NOT_BUILT_VALUES = {
     "task": ("vision", "recommender"),
-    "model.base": ("int8", "fp8"),
-    "adapter.kind": ("dora",),
 }
 """Values that the design promises and this version lacks."""
 
@@ -66,6 +65,13 @@ ELSEWHERE = {
     "lora_rank": "adapter.rank",
     "lora_alpha": "adapter.alpha",
     "lora_dropout": "adapter.dropout",
+    "use_rslora": "adapter.scaling",
+    "use_dora": "adapter.kind",
+    "init_lora_weights": "adapter.init",
+    "rank_pattern": "adapter.ranks",
+    "alpha_pattern": "adapter.alphas",
+    "unfrozen_parameters": "train.modules",
+    "freeze_trainable_layers": "train.last_blocks",
     "lora_target_modules": "adapter.targets",
     "target_modules": "adapter.targets",
     "base_model": "model.path",
@@ -73,6 +79,8 @@ ELSEWHERE = {
     "model_name_or_path": "model.path",
     "attn_implementation": "model.attention",
     "load_in_4bit": "model.base",
+    "load_in_8bit": "model.base",
+    "bnb_4bit_use_double_quant": "model.double_quant",
     "bf16": "model.precision",
     "dtype": "model.precision",
     "mixed_precision": "model.precision",

@@ -31,13 +31,33 @@ def saved_by_block(shape: Shape, storage: Storage, work: Work) -> int:
     token += _attention_output(counted["attention_out"], heads, storage)
     token += storage.compute * shape.intermediate * counted["mlp_out"]
     token += storage.compute * storage.rank * len(storage.targets)
+    if storage.dora:
+        token += _dora(shape, storage)
     return work.tokens * token + cast_weights(shape, storage)
+
+
+def _dora(shape: Shape, storage: Storage) -> int:
+    """Bytes a token of DoRA's own: each target keeps its frozen output and the adapter's, for the sizes' gradients.
+
+    A ninth more than those two: small tensors of each layer, measured.
+    """
+    outputs = sum(linear.outputs for linear in shape.linears if linear.name in storage.targets)
+    return outputs * (2 * storage.compute + 1)
+
+
+def _dora_workspace(shape: Shape, storage: Storage) -> int:
+    """What peft makes for a target's norm: B A from an identity [inputs, inputs], it and the weight as they compute."""
+    wide = [linear for linear in shape.linears if linear.name in storage.targets]
+    return max((4 * li.inputs**2 + (4 + 3 * storage.compute) * li.parameters for li in wide), default=0)
 
 
 def cast_weights(shape: Shape, storage: Storage) -> int:
     """Bytes of the 16-bit copies that autocast makes of one block's trained fp32 weights, kept until its backward."""
     if not storage.cast or storage.fast:
         return 0
+    if storage.trained and storage.part is not None:
+        linears = sum(elements for elements, role in storage.part.tensors if role == "block")
+        return storage.compute * linears // max(1, storage.live_blocks(shape))
     if storage.trained:
         return storage.compute * shape.linear_parameters
     return storage.compute * (sum(adapter_tensors(shape, storage)) // shape.blocks)
@@ -97,7 +117,9 @@ def block_workspace(shape: Shape, storage: Storage, work: Work) -> int:
     total = tokens * thin + backward
     if storage.targets and storage.recast:
         total = max(total, tokens * (wide + 4 * shape.intermediate + 7 * thin))
-    return total + (storage.compute * largest if storage.nf4 else 0)
+    if storage.dora:
+        total += _dora_workspace(shape, storage)
+    return total + (storage.compute * largest if storage.coded else 0)
 
 
 def norm_workspace(shape: Shape, storage: Storage, work: Work) -> int:

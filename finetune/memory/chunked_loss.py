@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.contracts import IGNORED, Shape
 from finetune.errors import ModelError
+from finetune.kernels.logits_change import logits_change
 from finetune.memory.checkpointing import step_operations
 from finetune.memory.storage import Storage, Work
 
@@ -48,8 +49,8 @@ def loss_moments(
     """The widest moments of the loss's forward and of its backward, if every position has a label."""
     hidden = work.tokens * storage.stream * shape.hidden
     head = shape.vocabulary * shape.hidden
-    cast = storage.compute * head if storage.trained and storage.compute < storage.weight else 0
-    if chunk == 0 or storage.head_adapted:
+    cast = storage.compute * head if storage.whole_head and storage.compute < storage.weight else 0
+    if chunk == 0 or storage.own_head:
         return _plain_moments(shape, storage, work, chunk, cast)
     # A GPU's kernel overwrites the logits as they were made; elsewhere they are copied to fp32 first.
     each = storage.compute if storage.device == "cuda" else 6 if storage.compute < 4 else 4
@@ -57,7 +58,7 @@ def loss_moments(
     if not gradients:
         return LossBytes(logits, hidden + cast), LossBytes(0, 0)
     forward = 2 * hidden + cast
-    if not storage.trained:
+    if not storage.whole_head:
         return LossBytes(logits, forward), LossBytes(0, 2 * hidden)
     partial = storage.compute * head if storage.compute < 4 else 0
     return LossBytes(logits, forward + 4 * head + partial), LossBytes(0, 2 * hidden + (4 + storage.weight) * head)
@@ -69,11 +70,11 @@ def _plain_moments(shape: Shape, storage: Storage, work: Work, chunk: int, cast:
     positions = min(chunk, work.tokens) if chunk else work.tokens
     copy = positions * storage.stream * shape.hidden
     hidden = work.tokens * storage.stream * shape.hidden
-    saved = (copy + (positions * storage.compute * shape.hidden if storage.cast else 0)) if storage.trained else 0
+    saved = (copy + (positions * storage.compute * shape.hidden if storage.cast else 0)) if storage.whole_head else 0
     forward = LossBytes(positions * shape.vocabulary * 8, hidden + copy + cast)
     kept = saved + cast + (hidden if chunk else 0)
     backward = LossBytes(positions * shape.vocabulary * 12, kept)
-    if not storage.trained:
+    if not storage.whole_head:
         return forward, backward
     head = shape.vocabulary * shape.hidden
     at_head = LossBytes(
@@ -94,12 +95,12 @@ def saves(shape: Shape, storage: Storage, work: Work, chunk: int) -> int:
 
 def slowdown(shape: Shape, storage: Storage, work: Work, chunk: int) -> float:
     """The share of a step's time that the lever adds."""
-    if chunk == 0 or (chunk >= work.tokens and not storage.head_adapted):
+    if chunk == 0 or (chunk >= work.tokens and not storage.own_head):
         return 0.0
     head = 2.0 * shape.vocabulary * shape.hidden
-    thin = THIN.get(storage.device, 64.0) + (THIN_TRAINED if storage.trained and storage.device == "cuda" else 0.0)
-    again = 1.0 if storage.head_adapted else 0.0
-    extra = (3 if storage.trained else 2) * head * thin / chunk + again * head
+    thin = THIN.get(storage.device, 64.0) + (THIN_TRAINED if storage.whole_head and storage.device == "cuda" else 0.0)
+    again = 1.0 if storage.own_head else 0.0
+    extra = (3 if storage.whole_head else 2) * head * thin / chunk + again * head
     return extra / step_operations(shape, storage, work.length)
 
 
@@ -166,55 +167,3 @@ def _refuse_dropout(head: nn.Module) -> None:
                 where="plan.loss_chunk",
                 remedy="plan.loss_chunk=0, adapter.dropout=0, or no adapter on the head",
             )
-
-
-@dataclass(frozen=True)
-class LogitsRule:
-    """How a family of models changes its logits: `change(value)` is the function of logits for the config's value."""
-
-    attribute: str
-    families: tuple[str, ...]
-    change: Callable[[float], Callable[[Tensor], Tensor]]
-
-
-def _capped(cap: float) -> Callable[[Tensor], Tensor]:
-    return lambda logits: (logits / cap).tanh() * cap
-
-
-def _multiplied(factor: float) -> Callable[[Tensor], Tensor]:
-    return lambda logits: logits * factor
-
-
-def _divided(divisor: float) -> Callable[[Tensor], Tensor]:
-    return lambda logits: logits / divisor
-
-
-LOGITS_RULES = (
-    LogitsRule("final_logit_softcapping", ("gemma", "vaultgemma", "nanochat"), _capped),
-    LogitsRule("logits_scaling", ("granite",), _divided),
-    LogitsRule("logits_scaling", ("hyperclovax",), _multiplied),
-    LogitsRule("logit_scale", ("cohere",), _multiplied),
-    LogitsRule("lm_head_multiplier", ("falcon_h1",), _multiplied),
-)
-"""By the config's attribute and the start of its model type: one name means division here and multiplication there."""
-
-
-def logits_change(config: Any) -> Callable[[Tensor], Tensor] | None:
-    """What the model does to its logits after the head, or None. ModelError for a model whose way is not known."""
-    if config is None:
-        return None
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    family = str(getattr(text, "model_type", ""))
-    for attribute in dict.fromkeys(rule.attribute for rule in LOGITS_RULES):
-        value = getattr(text, attribute, None)
-        if value is None or (value == 1.0 and attribute != "final_logit_softcapping"):
-            continue
-        for rule in LOGITS_RULES:
-            if rule.attribute == attribute and family.startswith(rule.families):
-                return rule.change(float(value))
-        raise ModelError(
-            f"models of type '{family}' change their logits ({attribute}={value}) in a way that is not known here",
-            where="model.path",
-            remedy="choose another model, or report this one",
-        )
-    return None

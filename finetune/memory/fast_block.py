@@ -51,7 +51,7 @@ def block_workspace(shape: Shape, storage: Storage, work: Work) -> int:
             casts = work.tokens * storage.compute * shape.hidden + storage.compute * largest
         later = work.tokens * 2 * thin + storage.weight * shape.linear_parameters
         total = max(total + storage.weight * largest, later - work.tokens * _half(shape, storage)) + casts
-    return total + (storage.compute * largest if storage.nf4 else 0)
+    return total + (storage.compute * largest if storage.coded else 0)
 
 
 def norm_workspace(shape: Shape, storage: Storage, work: Work) -> int:
@@ -63,7 +63,9 @@ def forward_workspace(shape: Shape, storage: Storage, work: Work) -> int:
     """Bytes of one block's forward without gradients: the stream before and after, a norm's output, gate, up, product."""
     token = storage.stream * 2 * shape.hidden + storage.compute * (shape.hidden + 3 * shape.intermediate)
     largest = max((linear.parameters for linear in shape.linears), default=0)
-    return work.tokens * token + (storage.compute * largest if storage.nf4 or storage.stream != storage.compute else 0)
+    return work.tokens * token + (
+        storage.compute * largest if storage.coded or storage.stream != storage.compute else 0
+    )
 
 
 def _upper(shape: Shape, storage: Storage, work: Work) -> int:

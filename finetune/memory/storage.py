@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from finetune.config.schema import Recipe
 from finetune.contracts import LinearShape, Shape
 from finetune.errors import InputError
+from finetune.memory.part import EMBEDDING_NAMES, HEAD_NAMES, Part, part_of
 
-NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
-"""Bits a parameter in NF4 with doubly quantised scales: 4, an 8-bit scale for every 64, a fp32 for every 64 x 256.
-Source: bitsandbytes `quantize_4bit(blocksize=64, compress_statistics=True)`; 4.127."""
-NF4_TABLES = 4 * (16 + 256 + 1)
+NF4_BITS = {True: 4 + 8 / 64 + 32 / (64 * 256), False: 4 + 32 / 64}
+"""Bits a parameter in NF4, by whether its scales are quantised too: 4, and for every 64 a scale of 8 bits (with a fp32 for
+every 64 x 256), or of 32. Source: bitsandbytes `quantize_4bit(blocksize=64, compress_statistics=...)`; 4.127 and 4.5."""
+NF4_TABLES = {True: 4 * (16 + 256 + 1), False: 4 * 16}
 """Bytes of code tables and the scales' mean that bitsandbytes keeps with every 4-bit weight."""
 
 PLACES = {
@@ -28,8 +29,6 @@ PLACES = {
     "mlp_out": ("down_proj", "fc2", "w2", "dense_4h_to_h", "fc_out"),
 }
 """Which input a block's linear reads, by the last part of its name; other names go by their widths."""
-HEAD_NAMES = ("lm_head", "embed_out", "output")
-EMBEDDING_NAMES = ("embed_tokens", "wte", "embed_in")
 FAST_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types that models/fast can run."""
 BLOCK_NUMBER = re.compile(r"(?<![^.])([0-9]+|\[[^].]*]|[*?]+)\.")
@@ -52,7 +51,11 @@ class Work:
 class Storage:
     """Bytes of an element where it matters, and what is trained.
 
-    `compute`, `stream`: see the file's top. `frozen`: bytes of a frozen weight outside NF4. `trained`: every parameter
+    `compute`, `stream`: see the file's top. `frozen`: bytes of a frozen weight that is not quantised; `base`,
+    `double_quant`: how the blocks' linears are stored (model.base). `dora`: every adapted output has a trained size;
+    `doubled`: the adapter's first weights stay beside it (pissa, olora). `part`: trained tensors of the model's
+    own where only some are: whole layers beside an adapter, or a part of a full fine-tune. `own_head`: the
+    loss goes through the head's own forward (an adapter on it, a trained copy, changed logits). `trained`: every parameter
     trains. `rank` and `targets`: the adapter, by names of a block's linears (0 and empty: none); `head_adapted`,
     `embedding_adapted`: it reaches those too. `packed`: rows carry a dense bool attention mask (none in `fast` blocks on
     a GPU). `weight`: bytes of a trained weight, and of its gradient.
@@ -71,6 +74,13 @@ class Storage:
     packed: bool = False
     eager: bool = False
     device: str = "cpu"
+    base: str = "same"
+    double_quant: bool = True
+    dora: bool = False
+    doubled: bool = False
+    part: Part | None = None
+    tied: bool = False
+    own_head: bool = False
     fast: bool = False
     weight: int = 4
 
@@ -80,15 +90,26 @@ class Storage:
         return self.compute < 4 and self.weight == 4
 
     @property
+    def coded(self) -> bool:
+        """The blocks' linears are stored quantised: each is decoded to the compute type for a moment."""
+        return self.base != "same"
+
+    @property
     def recast(self) -> bool:
         """peft casts the input of each adapter to fp32 and autocast casts it back: a 16-bit copy for every reader. Its
         layers over 4-bit weights leave that out under autocast."""
         return self.cast and not self.trained and not self.nf4
 
     @property
-    def trained_head(self) -> bool:
-        """The output projection has a gradient of its own."""
-        return self.trained or self.head_adapted
+    def whole_head(self) -> bool:
+        """The head's own matrix (the embedding, where they are tied) is trained."""
+        if self.part is None:
+            return self.trained
+        return any(role == "head" or (self.tied and role == "embedding") for _, role in self.part.tensors)
+
+    def live_blocks(self, shape: Shape) -> int:
+        """Blocks that keep anything for backward: in part of a full fine-tune, those from the first trained one on."""
+        return shape.blocks - self.part.first if self.trained and self.part is not None else shape.blocks
 
 
 def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu") -> Storage:
@@ -100,13 +121,18 @@ def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu"
     trained = recipe.adapter.kind == "none"
     weight = 2 if trained and recipe.model.trained != "fp32" else 4
     blocks, head, embedding = (frozenset[str](), False, False) if trained else _targets(shape, recipe.adapter.targets)
+    part = part_of(shape, recipe)
+    roles = {role for _, role in part.tensors} if part is not None else set()
+    # The residual stream is as wide as the embedding's rows.
+    wide = trained and (part is None or "embedding" in roles)
     return Storage(
         compute=compute,
-        stream=weight if trained else compute,
+        stream=weight if wide else compute,
         frozen=compute,
         trained=trained,
         nf4=recipe.model.base == "nf4",
-        rank=0 if trained else recipe.adapter.rank,
+        # The widest of ranks by name counts for all.
+        rank=0 if trained else max(recipe.adapter.rank, *recipe.adapter.ranks.values(), 1),
         targets=blocks,
         head_adapted=head,
         embedding_adapted=embedding,
@@ -114,6 +140,13 @@ def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu"
         packed=recipe.data.pack,
         eager=recipe.model.attention == "eager",
         device=device,
+        base=recipe.model.base,
+        double_quant=recipe.model.double_quant,
+        dora=recipe.adapter.kind == "dora",
+        doubled=recipe.adapter.init in ("pissa", "olora"),
+        part=part,
+        tied=shape.tied,
+        own_head=head or shape.changed_logits or (not trained and bool(roles & {"head", "embedding"})),
         weight=weight,
         fast=runs_fast(shape, recipe, device),
     )
@@ -124,8 +157,16 @@ def runs_fast(shape: Shape, recipe: Recipe, device: str) -> bool:
     wanted = recipe.plan.fast_block
     if wanted != "auto":
         return wanted
-    possible = shape.family in FAST_FAMILIES and recipe.model.attention != "eager"
+    possible = shape.family in FAST_FAMILIES and recipe.model.attention != "eager" and _is_plain(recipe)
     return device == "cuda" and possible and recipe.plan.exact != "bitwise"
+
+
+def _is_plain(recipe: Recipe) -> bool:
+    """Whether the blocks hold nothing that a fast block would call as it is, or not know: plain LoRA, or no adapter."""
+    adapter = recipe.adapter
+    outside = (*HEAD_NAMES, *EMBEDDING_NAMES, "model.norm")
+    whole_blocks = any(name not in outside for name in adapter.modules_to_save)
+    return adapter.kind != "dora" and adapter.init not in ("pissa", "olora") and not whole_blocks
 
 
 def _targets(shape: Shape, wanted: tuple[str, ...]) -> tuple[frozenset[str], bool, bool]:
@@ -181,7 +222,8 @@ def place_of(linear: LinearShape, shape: Shape) -> str:
 
 
 def adapter_tensors(shape: Shape, storage: Storage) -> list[int]:
-    """Elements of each tensor that the adapter adds: A [rank, inputs] and B [outputs, rank] of every target."""
+    """Elements of each tensor that the adapter trains: A [rank, inputs], B [outputs, rank] and, with DoRA, a size
+    for every output of every target."""
     pairs = [
         (linear.inputs, linear.outputs) for linear in shape.linears if linear.name in storage.targets
     ] * shape.blocks
@@ -189,13 +231,17 @@ def adapter_tensors(shape: Shape, storage: Storage) -> list[int]:
         pairs.append((shape.hidden, shape.vocabulary))
     if storage.embedding_adapted:
         pairs.append((shape.vocabulary, shape.hidden))
-    return [storage.rank * width for pair in pairs for width in pair]
+    sizes = [outputs for _, outputs in pairs] if storage.dora else []
+    return [storage.rank * width for pair in pairs for width in pair] + sizes
 
 
 def trained_tensors(shape: Shape, storage: Storage) -> list[tuple[int, str]]:
     """Elements and role (`embedding`, `head`, `block`, `extra`) of every trained tensor."""
+    own = list(storage.part.tensors) if storage.part is not None else []
     if not storage.trained:
-        return [(elements, "block") for elements in adapter_tensors(shape, storage)]
+        return [(elements, "block") for elements in adapter_tensors(shape, storage)] + own
+    if storage.part is not None:
+        return own
     block = [(linear.parameters, "block") for linear in shape.linears]
     # Norms and biases are vectors; their exact number does not matter to a byte count, their width nearly does.
     vectors = max(1, round(shape.block_extra / shape.hidden))
@@ -209,13 +255,23 @@ def trained_tensors(shape: Shape, storage: Storage) -> list[tuple[int, str]]:
 def weight_bytes(shape: Shape, storage: Storage) -> int:
     """All weights as they stand in memory during a run: frozen ones as stored, trained ones as `weight` says.
 
-    The rest of a split weight counts as optimizer state.
+    Adapters, and layers that are trained whole beside them, are fp32. The rest of a split weight counts as optimizer state.
     """
+    own = sum(elements for elements, _ in storage.part.tensors) if storage.part is not None else 0
     if storage.trained:
-        return storage.weight * shape.parameters
-    adapter = 4 * sum(adapter_tensors(shape, storage))
-    if not storage.nf4:
+        part = shape.parameters if storage.part is None else own
+        return storage.weight * part + storage.frozen * (shape.parameters - part)
+    adapter = 4 * (sum(adapter_tensors(shape, storage)) * (2 if storage.doubled else 1) + own)
+    if not storage.coded:
         return storage.frozen * shape.parameters + adapter
     linears = shape.blocks * shape.linear_parameters
-    packed = int(linears * NF4_BITS / 8) + shape.blocks * len(shape.linears) * NF4_TABLES
-    return packed + storage.frozen * (shape.parameters - linears) + adapter
+    return _coded_bytes(shape, storage) + storage.frozen * (shape.parameters - linears) + adapter
+
+
+def _coded_bytes(shape: Shape, storage: Storage) -> int:
+    """The blocks' linears as they are stored: in 4 bits with scales and tables, or a byte each and a fp32 a row."""
+    if not storage.nf4:
+        return shape.blocks * sum(linear.parameters + 4 * linear.outputs for linear in shape.linears)
+    double = storage.double_quant
+    bits = shape.blocks * shape.linear_parameters * NF4_BITS[double]
+    return int(bits / 8) + shape.blocks * len(shape.linears) * NF4_TABLES[double]

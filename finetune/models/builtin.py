@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from finetune.environment import cache_folder
-from finetune.errors import ModelError, NotBuiltError
+from finetune.errors import ModelError
 
 PREFIX = "builtin:"
 MARKER = "complete.json"
@@ -33,26 +34,28 @@ TINY_SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>")
 
 @dataclass(frozen=True)
 class Builtin:
-    """One embedded model: what it is, how to make its folder, and the version of the result (part of its name)."""
+    """One embedded model: what it is, how to make its folder, and the version of the result (part of its name).
+
+    `random`: the folder has a config and a tokenizer and no weights; they are drawn when the model is loaded.
+    """
 
     about: str
     version: int
     make: Callable[[Path], None]
     announce: bool
+    random: bool = False
 
 
 def resolve(path: str) -> str:
     """The folder of a `builtin:NAME` model, made if it is not there yet; any other path comes back as it is.
 
     Raises ModelError for an unknown name, when the source can neither be found nor downloaded, and when the cache
-    cannot be written; NotBuiltError for names that the design has and this version does not.
+    cannot be written.
     """
     if not path.startswith(PREFIX):
         return path
     name = path[len(PREFIX) :]
     if name not in BUILTINS:
-        if name.endswith("-random"):
-            raise NotBuiltError(path, remedy="use " + " or ".join(PREFIX + known for known in BUILTINS))
         near = difflib.get_close_matches(name, BUILTINS, n=1)
         known = ", ".join(PREFIX + known for known in BUILTINS)
         raise ModelError(
@@ -158,19 +161,22 @@ def byte_characters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def _make_tiny(folder: Path) -> None:
-    """A Llama of 115 thousand random parameters (seed 0, fp32) with a tokenizer in which every byte is a token."""
-    import torch
-    from safetensors.torch import save_file
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+def has_random_weights(path: str) -> bool:
+    """Whether `path` names an embedded shape whose weights are drawn when it is loaded."""
+    row = BUILTINS.get(path.removeprefix(PREFIX)) if path.startswith(PREFIX) else None
+    return row is not None and row.random
 
-    bos, eos, pad, _, turn_end = range(256, 256 + len(TINY_SPECIALS))
+
+def _byte_tokenizer() -> Any:
+    """A tokenizer in which every byte is a token, with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     byte_level = Tokenizer(models.BPE(vocab={text: byte for byte, text in enumerate(byte_characters())}, merges=[]))
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     byte_level.decoder = decoders.ByteLevel()
     byte_level.add_special_tokens(list(TINY_SPECIALS))
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=byte_level,
         bos_token="<|bos|>",
         eos_token="<|eos|>",
@@ -180,6 +186,20 @@ def _make_tiny(folder: Path) -> None:
         clean_up_tokenization_spaces=False,
         chat_template=CHATML,
     )
+
+
+def _token_ids() -> dict[str, Any]:
+    """The special tokens of the byte tokenizer as a config names them: a turn's end stops an answer too."""
+    bos, eos, pad, _, turn_end = range(256, 256 + len(TINY_SPECIALS))
+    return {"bos_token_id": bos, "eos_token_id": [eos, turn_end], "pad_token_id": pad}
+
+
+def _make_tiny(folder: Path) -> None:
+    """A Llama of 115 thousand random parameters (seed 0, fp32) with a tokenizer in which every byte is a token."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         dtype="float32",
@@ -191,9 +211,7 @@ def _make_tiny(folder: Path) -> None:
         num_key_value_heads=2,
         max_position_embeddings=2048,
         tie_word_embeddings=False,
-        bos_token_id=bos,
-        eos_token_id=[eos, turn_end],
-        pad_token_id=pad,
+        **_token_ids(),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -201,10 +219,74 @@ def _make_tiny(folder: Path) -> None:
     save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    _byte_tokenizer().save_pretrained(folder)
 
+
+def _make_shape(family: str, settings: dict[str, Any]) -> Callable[[Path], None]:
+    """Makes a folder of a published shape: its config and the byte tokenizer, no weights."""
+
+    def make(folder: Path) -> None:
+        from transformers import LlamaConfig, Qwen2Config
+
+        kind = {"Llama": LlamaConfig, "Qwen2": Qwen2Config}[family]
+        kind(architectures=[f"{family}ForCausalLM"], dtype="bfloat16", **settings, **_token_ids()).save_pretrained(
+            folder
+        )
+        _byte_tokenizer().save_pretrained(folder)
+
+    return make
+
+
+def _shape(family: str, widths: tuple[int, int, int], heads: tuple[int, int], **more: Any) -> Builtin:
+    """A row of a published shape; widths: blocks, hidden, intermediate; heads: query, key-value."""
+    settings = {
+        "num_hidden_layers": widths[0],
+        "hidden_size": widths[1],
+        "intermediate_size": widths[2],
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        **more,
+    }
+    return Builtin("a published shape with random weights", 1, _make_shape(family, settings), False, random=True)
+
+
+LLAMA3: dict[str, Any] = {
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+LLAMA3 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+LLAMA32_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA32: dict[str, Any] = {
+    **LLAMA3,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "rope_parameters": LLAMA32_ROPE,
+}
+QWEN25: dict[str, Any] = {
+    "vocab_size": 152064,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+QWEN25 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}}
 
 BUILTINS = {
     "smollm2-135m": Builtin("SmolLM2-135M-Instruct (Apache-2.0)", 1, _make_smollm2, announce=True),
     "tiny": Builtin("a random Llama for tests", 1, _make_tiny, announce=False),
+    "tiny-random": _shape("Llama", (2, 64, 128), (4, 2), **{**LLAMA3, "vocab_size": 320, "rms_norm_eps": 1e-6}),
+    "llama3-1b-random": _shape("Llama", (16, 2048, 8192), (32, 8), **LLAMA32),
+    "llama3-3b-random": _shape("Llama", (28, 3072, 8192), (24, 8), **LLAMA32),
+    "llama3-8b-random": _shape("Llama", (32, 4096, 14336), (32, 8), **LLAMA3),
+    "llama3-70b-random": _shape("Llama", (80, 8192, 28672), (64, 8), **LLAMA3),
+    "qwen2.5-7b-random": _shape("Qwen2", (28, 3584, 18944), (28, 4), **QWEN25),
+    "qwen2.5-32b-random": _shape("Qwen2", (64, 5120, 27648), (40, 8), **QWEN25),
 }

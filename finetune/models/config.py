@@ -13,19 +13,38 @@ from transformers.utils import logging as transformers_logging
 
 from finetune.config.schema import ModelSection
 from finetune.errors import ModelError
+from finetune.kernels.logits_change import logits_change
 from finetune.models.source import Source, hub_fault, locate
-
-LOGIT_CHANGES = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "lm_head_multiplier": 1.0}
-"""Config fields that change logits after the head, with the value that leaves them alone."""
 
 
 def load_config(section: ModelSection) -> Any:
-    """The transformers config of a causal language model; ModelError for anything else, by name."""
+    """The transformers config of a causal language model; ModelError for anything else, by name.
+
+    With model.layers, it is the config of its first blocks.
+    """
     source = locate(section)
     with loading(source, section):
         config = AutoConfig.from_pretrained(source.place, **origin(source, section))
     _check_architecture(config, section)
+    if section.layers is not None:
+        _keep_first(config, section.layers, section.path)
     return config
+
+
+def check_layers(layers: int, blocks: int, where: str) -> None:
+    """ModelError when a model of `blocks` blocks is asked for more."""
+    if layers > blocks:
+        raise ModelError(f"model.layers={layers}, but {where} has {blocks} blocks", "model.layers", f"at most {blocks}")
+
+
+def _keep_first(config: Any, layers: int, where: str) -> None:
+    """Makes the config that of a model of its first `layers` blocks."""
+    check_layers(layers, config.num_hidden_layers, where)
+    config.num_hidden_layers = layers
+    for name, value in config.to_dict().items():
+        # What a config says block by block, such as the kinds of attention.
+        if name in ("layer_types", "mlp_layer_types") and isinstance(value, list):
+            setattr(config, name, value[:layers])
 
 
 def origin(source: Source, section: ModelSection) -> dict[str, Any]:
@@ -68,11 +87,10 @@ def _check_architecture(config: Any, section: ModelSection) -> None:
         reason = "is not a causal language model that transformers knows"
     if reason:
         raise ModelError(f"{name} {reason}", section.path, "use a text decoder such as Llama, Mistral or Qwen")
-    for field, harmless in LOGIT_CHANGES.items():
-        value = getattr(config, field, harmless)
-        if value not in (None, harmless):
-            raise ModelError(
-                f"{name} changes its logits after the head ({field}={value}), which the chunked loss would leave out",
-                where=section.path,
-                remedy="use a model without it",
-            )
+    logits_change(config)  # refuses a change that the loss does not know
+    if getattr(config, "attn_logit_softcapping", None) is not None and section.attention != "eager":
+        raise ModelError(
+            f"{name} caps its attention scores, which only the eager attention does",
+            where="model.attention",
+            remedy="set model.attention=eager",
+        )

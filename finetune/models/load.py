@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from peft.utils import TrainableTokensWrapper
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,11 +23,15 @@ from finetune.models.adapters import attach, seeded
 from finetune.models.chat_tokens import align_generation, stop_tokens, template_tokens, untrained_tokens
 from finetune.models.config import load_config, loading, origin
 from finetune.models.decoder import assemble, attention_windows
+from finetune.models.new_tokens import extend, give_rows, tokens_of
 from finetune.models.quantized import check_stored, keep_layout, nf4_config, quantised_report
+from finetune.models.random_weights import Making, make
 from finetune.models.source import Source, locate
+from finetune.models.storing import STORED, Storing
+from finetune.models.trained import choose, is_partial
 from finetune.models.verify import verify
 
-__all__ = ["align_generation", "load_config", "load_model", "load_tokenizer", "stop_tokens"]
+__all__ = ["align_generation", "load_base", "load_config", "load_model", "load_tokenizer", "stop_tokens"]
 
 Precision = Literal["fp32", "bf16"]
 
@@ -35,11 +40,15 @@ CHATS = ("messages", "sharegpt", "chatml", "llama3", "mistral", "qwen", "gemma")
 
 
 def load_tokenizer(section: ModelSection) -> Any:
-    """The fast tokenizer, with a pad token (labels never depend on which). ModelError when there is none."""
+    """The fast tokenizer, with the recipe's new tokens and a pad token (labels never depend on which).
+
+    ModelError when there is none.
+    """
     return _tokenizer(section)[0]
 
 
-def _tokenizer(section: ModelSection) -> tuple[Any, list[str]]:
+def _tokenizer(section: ModelSection) -> tuple[Any, tuple[int, ...], list[str]]:
+    """The tokenizer, the ids of tokens that were added to it, and notices."""
     source = locate(section)
     with loading(source, section):
         tokenizer = AutoTokenizer.from_pretrained(source.place, **origin(source, section))
@@ -49,11 +58,13 @@ def _tokenizer(section: ModelSection) -> tuple[Any, list[str]]:
             where=section.path,
             remedy="use a model with a fast tokenizer (tokenizer.json)",
         )
+    new_ids, notices = extend(tokenizer, section)
     if tokenizer.pad_token_id is not None:
-        return tokenizer, []
+        return tokenizer, new_ids, notices
     chosen = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token or tokenizer.convert_ids_to_tokens(0)
     tokenizer.pad_token = chosen
-    return tokenizer, [f"the tokenizer has no pad token; {chosen!r} is used (labels do not depend on it)"]
+    notices.append(f"the tokenizer has no pad token; {chosen!r} is used (labels do not depend on it)")
+    return tokenizer, new_ids, notices
 
 
 def load_model(
@@ -79,7 +90,7 @@ def load_model(
         _check_draws(config, section)
     if recipe.data.pack:
         attention_windows(config)
-    own, notices = _tokenizer(section)
+    own, new_ids, notices = _tokenizer(section)
     tokenizer = own if tokenizer is None else tokenizer
     whole = training and recipe.adapter.kind == "none"
     if whole and section.base != "same":
@@ -88,18 +99,23 @@ def load_model(
             where="model.base",
             remedy="set adapter.kind=lora, or model.base=same",
         )
-    dtype = trained_dtype(section, precision) if whole else DTYPES[precision]
+    trained = trained_dtype(section, precision) if whole else DTYPES[precision]
+    partial, dtype = whole and is_partial(recipe.train), trained
+    if partial and (source.random or _stored_dtype(config) == DTYPES[precision]):
+        dtype = DTYPES[precision]  # nothing is lost, and the frozen part is never held in fp32
     stored = check_stored(config, section.base, section.path)
     notices += [stored] if stored else []
-    notices += _precision_notices(config, dtype, section, whole and precision == "bf16")
+    notices += _precision_notices(config, dtype, section, whole and not partial and precision == "bf16")
     with seeded(recipe.train.seed):
-        base, loading = _weights(source, section, config, dtype, torch.device(device))
-    notices += loading
+        base, loading = _base(recipe, source, config, dtype, torch.device(device))
+    notices += loading + give_rows(base, new_ids)
     _check_vocabulary(base, tokenizer, section)
     module: nn.Module = base
-    if recipe.adapter.kind == "lora":
-        module, attached = attach(base, recipe.adapter, source.name, recipe.train.seed)
+    if recipe.adapter.kind != "none":
+        module, attached = attach(base, recipe.adapter, source.name, recipe.train.seed, new_ids)
         notices += attached + _chat_notices(base, tokenizer, recipe)
+    elif partial:
+        notices += choose(base, recipe.train, DTYPES[precision], trained)
     notices += align_generation(base, tokenizer)
     if shape is None:
         from finetune.models.shapes import shape_of
@@ -107,8 +123,30 @@ def load_model(
         shape = shape_of(config)
     model = assemble(module, tokenizer, shape, source.name, tuple(notices))
     model.module.eval()
-    verify(model, packed=recipe.data.pack, training=training)
+    # Where whole layers in fp32 meet frozen ones in bf16, only autocast makes them one model, as in training.
+    mixed = precision == "bf16" and len({p.dtype for n, p in module.named_parameters() if ".lora_" not in n}) > 1
+    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mixed):
+        verify(model, packed=recipe.data.pack, training=training)
     return model
+
+
+def load_base(recipe: Recipe, device: torch.device | str, precision: Precision) -> str | nn.Module:
+    """What a peft adapter of this recipe is put on: the place that transformers loads it from, or, where no file holds
+    it as it is (random weights, fewer blocks, new tokens), the model made anew."""
+    section, source = recipe.model, locate(recipe.model)
+    if not source.random and section.layers is None and section.base not in STORED and not tokens_of(section):
+        return source.place
+    base = _base(recipe, source, load_config(section), DTYPES[precision], torch.device(device))[0]
+    give_rows(base, _tokenizer(section)[1])
+    return base
+
+
+def _base(
+    recipe: Recipe, source: Source, config: Any, dtype: torch.dtype, device: torch.device
+) -> tuple[Any, list[str]]:
+    if source.random:
+        return _random(recipe, config, dtype, device)
+    return _weights(source, recipe.model, config, dtype, device)
 
 
 def _weights(
@@ -125,8 +163,9 @@ def _weights(
     }
     notices = []
     if section.base == "nf4" and getattr(config, "quantization_config", None) is None:
-        arguments["quantization_config"] = nf4_config(dtype)
-    if section.base == "nf4" or device.type != "cpu":
+        arguments["quantization_config"] = nf4_config(dtype, section.double_quant)
+    # What is to be stored in 8 bits comes through host memory, so that the device never holds the whole model unstored.
+    if section.base == "nf4" or (device.type != "cpu" and section.base not in STORED):
         arguments["device_map"] = {"": str(device)}
     with loading(source, section):
         base, info = AutoModelForCausalLM.from_pretrained(source.place, **arguments, **origin(source, section))
@@ -144,10 +183,33 @@ def _weights(
     if section.base == "nf4":
         keep_layout(base)
         notices += quantised_report(base)
+    if section.base in STORED:
+        store = Storing(section.base)
+        store.blocks(base, device)
+        base.to(device)
+        notices += store.report(base)
+    if section.layers is not None:
+        notices.append(
+            f"only the first {section.layers} blocks are used (model.layers): this is another, smaller model"
+        )
     unused = sorted(info["unexpected_keys"])
     if unused:
         notices.append(f"{len(unused)} stored tensors are not used by {type(base).__name__} (such as {unused[0]})")
     return base, notices
+
+
+def _random(recipe: Recipe, config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, list[str]]:
+    """A model of an embedded shape without weights, and the notices on it."""
+    section = recipe.model
+    attention = "sdpa" if section.attention == "auto" else section.attention
+    making = Making(dtype, device, recipe.train.seed, attention, section.base == "nf4", section.double_quant)
+    store = Storing(section.base) if section.base in STORED else None
+    base = make(config, making, store)
+    notices = [f"the weights of {section.path} are random (train.seed={recipe.train.seed}); no file holds them"]
+    if section.base == "nf4":
+        keep_layout(base)
+        notices += quantised_report(base)
+    return base, notices + (store.report(base) if store else [])
 
 
 def _check_draws(config: Any, section: ModelSection) -> None:
@@ -199,8 +261,7 @@ def trained_dtype(section: ModelSection, precision: Precision) -> torch.dtype:
 
 def _precision_notices(config: Any, dtype: torch.dtype, section: ModelSection, whole: bool) -> list[str]:
     notices = []
-    stored = getattr(config, "dtype", None)
-    stored = getattr(torch, stored, None) if isinstance(stored, str) else stored
+    stored = _stored_dtype(config)
     short = str(dtype).removeprefix("torch.")
     if whole:
         notices.append(f"every parameter is trained: {TRAINED_NOTICES[section.trained]}")
@@ -214,14 +275,23 @@ def _precision_notices(config: Any, dtype: torch.dtype, section: ModelSection, w
     return notices
 
 
+def _stored_dtype(config: Any) -> torch.dtype | None:
+    stored = getattr(config, "dtype", None)
+    return getattr(torch, stored, None) if isinstance(stored, str) else stored
+
+
 def _chat_notices(base: Any, tokenizer: Any, recipe: Recipe) -> list[str]:
     """Case B21, where embedding and head rows stay frozen."""
-    trained = {
-        id(child) for name, child in base.named_modules() if hasattr(child, "lora_A") or hasattr(child, "lora_B")
-    }
-    if id(base.get_input_embeddings()) in trained and id(base.get_output_embeddings()) in trained:
+    sides = (base.get_input_embeddings(), base.get_output_embeddings())
+    if all(_is_trained(side) for side in sides):
         return []
     tokens = template_tokens(tokenizer) if recipe.data.template in CHATS else []
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in tokens:
         tokens = [*tokens, tokenizer.eos_token_id]
     return untrained_tokens(base, tokenizer, tokens)
+
+
+def _is_trained(side: nn.Module) -> bool:
+    """Whether the rows of any token can move: single trained rows are those of new tokens alone."""
+    whole = not isinstance(side, TrainableTokensWrapper)
+    return whole and any(parameter.requires_grad for parameter in side.parameters())

@@ -1,6 +1,6 @@
-"""Frozen weights in 4 bits (QLoRA): NF4 with double quantisation, by bitsandbytes through transformers.
+"""Frozen weights in fewer bits: NF4 (QLoRA) by bitsandbytes through transformers, int8 and fp8 by kernels/stored_linear.
 
-An approximation, so it is only ever chosen in a recipe. Norms, embedding and head keep the compute precision: peft's
+Approximations, so they are only ever chosen in a recipe. Norms, embedding and head keep the compute precision: peft's
 prepare_model_for_kbit_training would turn them into fp32 without a word, so it is not used.
 """
 
@@ -13,14 +13,18 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig
 
 from finetune.errors import ModelError
+from finetune.kernels.stored_linear import StoredLinear
 
 
-def nf4_config(compute: torch.dtype) -> BitsAndBytesConfig:
-    """NF4 in blocks of 64 with 8-bit scales (Dettmers et al. 2023, QLoRA, section 3); products are in `compute`."""
+def nf4_config(compute: torch.dtype, double_quant: bool = True) -> BitsAndBytesConfig:
+    """NF4 in blocks of 64 (Dettmers et al. 2023, QLoRA, section 3); products are in `compute`.
+
+    `double_quant` stores the blocks' scales in 8 bits, else they are fp32.
+    """
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
+        bnb_4bit_use_double_quant=double_quant,
         bnb_4bit_compute_dtype=compute,
     )
 
@@ -43,7 +47,7 @@ def check_stored(config: Any, base: str, where: str) -> str | None:
         )
     if base != "nf4":
         raise ModelError(
-            "the weights are stored in 4 bits (bitsandbytes), but model.base=same asks for them as computed",
+            f"the weights are stored in 4 bits (bitsandbytes), but model.base={base} asks for them otherwise",
             where=where,
             remedy="set model.base=nf4, or use the model's full-precision version",
         )
@@ -81,22 +85,30 @@ def quantised_report(base: nn.Module) -> list[str]:
         raise ModelError(
             f"{type(base).__name__} has no linear layer that can be stored in 4 bits", remedy="set model.base=same"
         )
+    facts: Any = next(child for child in base.modules() if isinstance(child, bitsandbytes.nn.Linear4bit)).weight
+    double = "with" if facts.compress_statistics else "without"
     return [
-        f"{len(packed)} linear layers are stored in NF4 with double quantisation; not quantised: {', '.join(others)}"
+        f"{len(packed)} linear layers are stored in NF4 {double} double quantisation; not quantised: {', '.join(others)}"
     ]
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether `dequantised` gives this module's weight: a plain linear, or one in 4 bits."""
-    return type(module) is nn.Linear or type(module).__name__ == "Linear4bit"
+    """Whether `dequantised` gives this module's weight: a plain linear, or one stored in 4 or 8 bits."""
+    return type(module) in (nn.Linear, StoredLinear) or type(module).__name__ == "Linear4bit"
 
 
 def dequantised(module: nn.Module) -> Tensor:
-    """The weight [out, in] that a linear multiplies with: its own, or decoded anew at each call from 4 bits."""
-    if type(module) is nn.Linear:
-        return module.weight
+    """The weight [out, in] that a linear multiplies with: its own, or decoded anew at each call (4 and 8 bits).
+
+    The type is that of the weight before it was stored. ModelError for a module that `is_linear` refuses.
+    """
+    if type(module) in (nn.Linear, StoredLinear):
+        return module.weight  # type: ignore[return-value]
+    if not is_linear(module):
+        raise ModelError(f"{type(module).__name__} is no linear layer whose weight is known")
     from bitsandbytes.functional import dequantize_4bit
 
-    packed: Any = module.weight
-    state = packed.quant_state if packed.quant_state is not None else module.quant_state
+    layer: Any = module
+    packed = layer.weight
+    state = packed.quant_state if packed.quant_state is not None else layer.quant_state
     return dequantize_4bit(packed.data, state)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.contracts import LinearShape, Shape
 from finetune.errors import ModelError
+from finetune.kernels.logits_change import logits_change
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,12 +74,16 @@ def _tied(shape: Shape) -> Shape:
 SHAPES: dict[str, Shape] = {
     shape.name: shape
     for shape in (
+        _tied(_llama("llama3-1b", 16, (2048, 8192), (32, 8), 128256, 131072)),
+        _tied(_llama("llama3-3b", 28, (3072, 8192), (24, 8), 128256, 131072)),
         _llama("llama3-8b", 32, (4096, 14336), (32, 8), 128256, 8192),
         _llama("llama3-70b", 80, (8192, 28672), (64, 8), 128256, 8192),
         _biased(_llama("qwen2.5-7b", 28, (3584, 18944), (28, 4), 152064, 32768)),
+        _biased(_llama("qwen2.5-32b", 64, (5120, 27648), (40, 8), 152064, 32768)),
         replace(_llama("mistral-7b", 32, (4096, 14336), (32, 8), 32768, 32768), family="mistral"),
         _tied(_llama("smollm2-135m", 30, (576, 1536), (9, 3), 49152, 8192)),
         _llama("tiny", 2, (64, 128), (4, 2), 320, 2048),
+        _llama("tiny-random", 2, (64, 128), (4, 2), 320, 8192),
     )
 }
 
@@ -95,6 +100,18 @@ NAMES: dict[str, str] = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",
     "builtin:smollm2-135m": "smollm2-135m",
     "builtin:tiny": "tiny",
+    "builtin:tiny-random": "tiny-random",
+    "builtin:llama3-1b-random": "llama3-1b",
+    "builtin:llama3-3b-random": "llama3-3b",
+    "builtin:llama3-8b-random": "llama3-8b",
+    "builtin:llama3-70b-random": "llama3-70b",
+    "builtin:qwen2.5-7b-random": "qwen2.5-7b",
+    "builtin:qwen2.5-32b-random": "qwen2.5-32b",
+    "meta-llama/Llama-3.2-1B": "llama3-1b",
+    "meta-llama/Llama-3.2-1B-Instruct": "llama3-1b",
+    "meta-llama/Llama-3.2-3B": "llama3-3b",
+    "meta-llama/Llama-3.2-3B-Instruct": "llama3-3b",
+    "Qwen/Qwen2.5-32B-Instruct": "qwen2.5-32b",
 }
 """Hub ids and built-in names, each with its row."""
 
@@ -102,16 +119,19 @@ NAMES: dict[str, str] = {
 def shape_for(recipe: Recipe) -> Shape:
     """The shape of a recipe's model: a folder's own config.json, else a row, else the config that the hub gives.
 
-    ModelError says what was looked for when there is none of these.
+    With model.layers, of its first blocks. ModelError says what was looked for when there is none of these.
     """
-    from finetune.models.config import load_config
+    from finetune.models.config import check_layers, load_config
 
-    path = recipe.model.path
+    path, layers = recipe.model.path, recipe.model.layers
     if Path(path).is_dir():
         return shape_of(load_config(recipe.model))
     row = NAMES.get(path, path)
     if row in SHAPES:
-        return SHAPES[row]
+        if layers is None:
+            return SHAPES[row]
+        check_layers(layers, SHAPES[row].blocks, path)
+        return replace(SHAPES[row], blocks=layers)
     if path.startswith("builtin:"):
         known = ", ".join(name for name in NAMES if name.startswith("builtin:"))
         raise ModelError(
@@ -169,6 +189,7 @@ def _counted(name: str, model: nn.Module, text: Any) -> Shape:
         linears=linears,
         block_extra=block - sum(linear.parameters for linear in linears),
         extra=total - inside,
+        changed_logits=logits_change(text) is not None,
         family=str(text.model_type) if getattr(text, "hidden_act", None) == "silu" else "",
     )
     if shape.parameters != total or shape.extra < 0 or tuple(head.weight.shape) != (vocabulary, hidden):

@@ -15,7 +15,7 @@ from pathlib import Path
 from finetune.config.schema import ModelSection
 from finetune.environment import hub_offline, user_path
 from finetune.errors import ModelError
-from finetune.models.builtin import PREFIX, resolve
+from finetune.models.builtin import PREFIX, has_random_weights, resolve
 
 SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -23,12 +23,16 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclass(frozen=True)
 class Source:
-    """`name` is what other tools may load the model by (folder or hub id), `place` what to read from."""
+    """`name` is what other tools may load the model by (folder or hub id), `place` what to read from.
+
+    `random`: there are no weights to read, they are drawn; the name is then the recipe's own (no tool loads it).
+    """
 
     name: str
     place: str
     hub: bool
     offline: bool
+    random: bool = False
 
     def require_safetensors(self, revision: str | None) -> None:
         """Raises ModelError when there are no safetensors weights: other formats are pickles, which may run code.
@@ -57,8 +61,8 @@ def locate(section: ModelSection) -> Source:
         what = f"model.revision={section.revision}, but {path} is no hub id: it has no revisions"
         raise ModelError(what, "model.revision", "leave it out, or set model.path to a hub id")
     if path.startswith(PREFIX):
-        folder = resolve(path)
-        return Source(folder, folder, hub=False, offline=True)
+        place, random = resolve(path), has_random_weights(path)
+        return Source(path if random else place, place, hub=False, offline=True, random=random)
     folder = user_path(path, "model.path")
     if folder.is_dir():
         _check_folder(folder)

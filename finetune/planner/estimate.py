@@ -134,10 +134,10 @@ class _Parts:
                 "workspace": activations.block_workspace(shape, storage, work),
             }
         )
-        head = storage.weight * shape.vocabulary * shape.hidden if storage.trained else 0
+        head = storage.weight * shape.vocabulary * shape.hidden if storage.whole_head else 0
         last = (
             0
-            if not storage.trained
+            if not storage.trained or storage.part is not None
             else storage.weight * (shape.block_parameters + (0 if shape.tied else shape.embedding_parameters))
         )
         norm = Bytes({"workspace": activations.norm_workspace(shape, storage, work)})
@@ -154,6 +154,7 @@ class _Parts:
         """What the first `blocks` blocks keep, and what stands as long as any of them does."""
         on = self.plan.activation_checkpointing
         kept = checkpointing.kept_bytes(self.shape, self.storage, self.work, on)
+        blocks = min(blocks, self.storage.live_blocks(self.shape))
         if blocks < self.shape.blocks:
             kept = min(kept, -(-kept * blocks // self.shape.blocks))
         return Bytes({"boundaries" if on else "activations": kept}) + self._around()
@@ -169,7 +170,7 @@ class _Parts:
         """The widest moment of a forward without gradients, with the step's micro-batch and chunks."""
         shape, storage, work = self.shape, self.storage, self.work
         loss, _ = chunked_loss.loss_moments(shape, storage, work, self.plan.loss_chunk, gradients=False)
-        casts = Bytes({"weight casts": shape.blocks * activations.cast_weights(shape, storage)})
+        casts = Bytes({"weight casts": storage.live_blocks(shape) * activations.cast_weights(shape, storage)})
         blocks = Bytes({"workspace": activations.forward_workspace(shape, storage, work)})
         return self._around() + max(_loss(loss) + casts, blocks, key=lambda moment: moment.total)
 
@@ -184,7 +185,7 @@ class _Parts:
         """
         if not self.plan.activation_checkpointing:
             return 0
-        return self.shape.blocks * activations.cast_weights(self.shape, self.storage)
+        return self.storage.live_blocks(self.shape) * activations.cast_weights(self.shape, self.storage)
 
 
 def _loss(moment: chunked_loss.LossBytes) -> Bytes:
@@ -194,7 +195,7 @@ def _loss(moment: chunked_loss.LossBytes) -> Bytes:
 def _staging(shape: Shape, storage: Storage) -> int:
     """The largest tensor once more, as it is read before it is cast, moved or quantised."""
     largest = max((linear.parameters for linear in shape.linears), default=0)
-    return storage.frozen * (largest if storage.nf4 else max(largest, shape.embedding_parameters))
+    return storage.frozen * (largest if storage.coded else max(largest, shape.embedding_parameters))
 
 
 def _update_bytes(elements: int, device: str) -> int:

@@ -182,7 +182,7 @@ class Space:
         )
         rows = max(self.rows, plan.micro_batch)
         operations = step_operations(self.shape, storage, self.longest_row)
-        decoded = (3 if plan.activation_checkpointing else 2) * self.shape.linear_parameters if storage.nf4 else 0
+        decoded = (3 if plan.activation_checkpointing else 2) * self.shape.linear_parameters if storage.coded else 0
         launches = OVERHEAD[plan.device] + decoded * DECODE[plan.device]
         overhead = THIN[plan.device] + self.shape.blocks * launches / operations
         tokens = rows * self._padded(min(plan.micro_batch, rows)) + -(-rows // plan.micro_batch) * overhead

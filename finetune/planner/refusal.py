@@ -94,11 +94,14 @@ def _proposals(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], Recipe, str]]:
         yield ("optimizer.name=adamw8bit",), recipe.model_copy(update={"optimizer": eight}), "moments in 8 bits"
     keys: tuple[str, ...] = ()
     if recipe.adapter.kind == "none":
-        keys = ("adapter.kind=lora",)
+        # What chooses among the model's own parameters does not go with an adapter.
+        chosen = [name for name in ("last_blocks", "modules", "freeze") if getattr(recipe.train, name)]
+        keys = ("adapter.kind=lora", *(f"train.{name}=null" for name in chosen))
         lora = recipe.adapter.model_copy(update={"kind": "lora"})
-        recipe = recipe.model_copy(update={"adapter": lora})
+        whole = recipe.train.model_copy(update={"last_blocks": None, "modules": (), "freeze": ()})
+        recipe = recipe.model_copy(update={"adapter": lora, "train": whole})
         yield keys, recipe, f"trains adapters of rank {lora.rank} only"
-    if recipe.model.base == "same":
+    if recipe.model.base == "same" and recipe.adapter.init not in ("pissa", "olora"):
         stored = recipe.model.model_copy(update={"base": "nf4"})
         recipe = recipe.model_copy(update={"model": stored})
         yield (*keys, "model.base=nf4"), recipe, "frozen weights in 4 bits"

@@ -46,7 +46,9 @@ def render(decision: Decision, shape: Shape, recipe: Recipe, hardware: Hardware)
 def _headline(decision: Decision, shape: Shape, recipe: Recipe, hardware: Hardware) -> RenderableType:
     from rich.text import Text
 
-    method = "every parameter" if recipe.adapter.kind == "none" else f"{recipe.adapter.kind} rank {recipe.adapter.rank}"
+    partial = recipe.train.last_blocks or recipe.train.modules or recipe.train.freeze
+    own = "a part of its parameters" if partial else "every parameter"
+    method = own if recipe.adapter.kind == "none" else f"{recipe.adapter.kind} rank {recipe.adapter.rank}"
     base = "" if recipe.model.base == "same" else f", frozen weights in {recipe.model.base}"
     memory = f"{hardware.gpus} x {size(hardware.gpu_bytes)} GPU, " if hardware.gpus else ""
     return Text(

@@ -11,7 +11,7 @@ import torch
 from finetune.checkpoint import export as exports
 from finetune.checkpoint import verify
 from finetune.config.load import load_recipe
-from finetune.config.schema import Recipe
+from finetune.config.schema import AdapterSection, Recipe
 from finetune.contracts import Model
 from finetune.data.opening import open_data
 from finetune.data.own_chat import prepare_tokenizer
@@ -23,9 +23,10 @@ from finetune.generate.engine import answer
 from finetune.generate.evaluate import Evaluator
 from finetune.kernels.precision import DTYPES
 from finetune.machine.collectives import World
-from finetune.models.load import load_model, load_tokenizer
+from finetune.models.adapter_folder import as_planned
+from finetune.models.load import load_base, load_model, load_tokenizer
+from finetune.models.new_tokens import tokens_of
 from finetune.models.shapes import shape_for
-from finetune.models.source import locate
 from finetune.planner.budget import precision_of
 from finetune.planner.hardware import detect
 from finetune.planner.plan import decide
@@ -53,7 +54,9 @@ def finished_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
                 raise InputError("this run trained every parameter: its result is the model", key, "leave it out")
         changes = {"model": recipe.model.model_copy(update={"path": str(result), "revision": None})}
     else:
-        changes = {"adapter": recipe.adapter.model_copy(update={"path": str(result)})}
+        # The folder decides the rest: an adapter may be written otherwise than the recipe began it.
+        kept = {"kind": recipe.adapter.kind, "dropout": recipe.adapter.dropout, "path": str(result)}
+        changes = {"adapter": AdapterSection(**kept)}
     return recipe.model_copy(update=changes)
 
 
@@ -80,11 +83,11 @@ def export(run: Path, to: str, path: Path | None, repo: str | None) -> dict[str,
         return _push(run, recipe, repo)
     if to == "adapter" and recipe.adapter.kind == "none":
         raise InputError("a full fine-tune has no adapter", "to=adapter", "to=merged")
-    model, precision, _ = _load(recipe)
+    model, precision, device = _load(recipe)
     target = path or run / "exports" / to
     if to == "adapter":
-        exports.export_adapter(model, target)
-        difference = verify.verify_adapter(target, model, locate(recipe.model).place)
+        exports.export_adapter(model, target, tokens_of(recipe.model))
+        difference = verify.verify_adapter(target, model, load_base(recipe, device, precision))
     else:
         exports.export_merged(model, target, DTYPES[precision] if recipe.adapter.kind == "none" else None)
         difference = verify.verify_merged(target, model)
@@ -139,6 +142,6 @@ def evaluate(run: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise InputError("there are no held-out rows", str(run), "data.valid_path=FILE or evaluate.sets.NAME=FILE")
     model, precision, device = _load(recipe)
     longest = max(int(rows.lengths.max()) for rows in splits.evaluate.values())
-    plan = decide(recipe, shape_for(recipe), detect(device.type), ranks=1, longest_row=longest).plan
+    plan = decide(as_planned(recipe), shape_for(recipe), detect(device.type), ranks=1, longest_row=longest).plan
     evaluator = Evaluator(TextTask(tokenizer.pad_token_id), model, plan, World(0, 1, device), precision, lambda: None)
     return evaluator.losses(splits.evaluate)

@@ -24,7 +24,9 @@ from finetune.errors import InputError, StoppedError
 from finetune.generate.evaluate import Evaluator
 from finetune.kernels.precision import DTYPES
 from finetune.machine.collectives import World, join, leave
+from finetune.models.adapter_folder import as_planned
 from finetune.models.load import load_model, load_tokenizer
+from finetune.models.new_tokens import tokens_of
 from finetune.models.shapes import shape_for
 from finetune.models.verify import check_lengths
 from finetune.optim.groups import roles_of
@@ -78,11 +80,11 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
         log.notice(notice)
     if saved and world.agree(lambda: _is_complete(recipe, folder, progress, steps)):
         return _already_complete(recipe, folder, progress, log)
-    shape = shape_for(recipe)
+    shape, planned = shape_for(recipe), as_planned(recipe)
     hardware = detect(world.device.type)
     longest = max(rows.longest_row for rows in (splits.train, *splits.evaluate.values()))
-    decision = world.agree(lambda: decide(recipe, shape, hardware, ranks=world.size, longest_row=longest))
-    log.say(report.render(decision, shape, recipe, hardware))
+    decision = world.agree(lambda: decide(planned, shape, hardware, ranks=world.size, longest_row=longest))
+    log.say(report.render(decision, shape, planned, hardware))
     for notice in state.check_plan(saved[1], decision.plan, decision.precision) if saved else []:
         log.notice(notice)
     model = load_model(recipe, world.device, decision.precision, shape=shape, tokenizer=tokenizer)
@@ -208,7 +210,7 @@ def export_result(model: Model, recipe: Recipe, folder: Path, precision: str) ->
     """Writes the run's result: `adapter/`, or `model/` of a full fine-tune."""
     place = result_place(recipe, folder)
     if recipe.adapter.kind != "none":
-        return export.export_adapter(model, place)
+        return export.export_adapter(model, place, tokens_of(recipe.model))
     return export.export_merged(model, place, DTYPES[precision])
 
 

@@ -19,8 +19,8 @@ from finetune.errors import CheckpointError
 from finetune.train.job import Job, Progress
 
 MUST_AGREE = (
-    "task", "model.path", "model.revision", "model.base", "model.trained", "adapter.", "optimizer.name", "optimizer.full_state",
-    "train.seed",
+    "task", "model.path", "model.revision", "model.base", "model.trained", "model.layers", "model.new_tokens", "adapter.",
+    "optimizer.name", "optimizer.full_state", "train.seed",
 )  # fmt: skip
 """Keys that may not differ between a checkpoint and the run that goes on from it. (With another seed the rest of the epoch
 would be another permutation's: rows would come twice, others never. The precision is compared as it was resolved.)"""

@@ -172,9 +172,6 @@ def test_layers_that_cannot_be_merged_are_named_before_training(tiny):
     model = tiny.lora(adapter={"target_modules": ["q_proj"], "lora_bias": True})
     with pytest.raises(CheckpointError, match=r"q_proj: its adapter has a bias and the layer has none"):
         check_export(model, "merged")
-    model = tiny.lora(adapter={"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]})
-    with pytest.raises(CheckpointError, match=r"embed_tokens: TrainableTokensWrapper is not supported"):
-        check_export(model, "merged")
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,16 @@ CONTRADICTIONS = [
     (("data.valid_path=v", "train.stop_after=2"), "train.stop_after", "none is asked for"),
     (("evaluate.sets.a=b", "evaluate.every=5", "train.stop_after=2"), "train.stop_after", "there are no held-out rows"),
     (("evaluate.max_rows=5",), "evaluate.max_rows", "no held-out rows"),
+    (("model.base=int8",), "model.base", "a base in 8 bits cannot be trained"),
+    (("adapter.kind=lora", "model.double_quant=no"), "model.double_quant", "about the scales of nf4"),
+    (("adapter.scaling=rslora",), "adapter.scaling", "the whole model would be trained"),
+    (("adapter.ranks.q_proj=4",), "adapter.ranks", "the whole model would be trained"),
+    (("adapter.modules_to_save=norm",), "adapter.modules_to_save", "the whole model would be trained"),
+    (("adapter.kind=lora", "adapter.init=pissa", "model.base=nf4"), "adapter.init", "which quantisation would blur"),
+    (("adapter.kind=dora", "adapter.init=olora"), "adapter.init", "whose norms dora keeps"),
+    (("adapter.kind=lora", "adapter.init=pissa", "adapter.path=a"), "adapter.init", "one is to be gone on from"),
+    (("adapter.kind=lora", "train.last_blocks=2"), "train.last_blocks", "freezes all"),
+    (("adapter.kind=dora", "train.freeze=norm"), "train.freeze", "freezes all"),
     (("schedule.name=constant", "schedule.final=0.1"), "schedule.final", "and to stay constant"),
     (("plan.weights=streamed",), "plan.weights", "not built yet"),
     (("plan.resident_blocks=3",), "plan.resident_blocks", "not built yet"),
@@ -235,7 +245,7 @@ def test_check_gives_the_keys_alone() -> None:
 
 
 def test_values_that_the_design_has_and_this_version_lacks() -> None:
-    for word in ("model.base=int8", "adapter.kind=dora", "task=vision"):
+    for word in ("task=recommender", "task=vision"):
         assert only(word).what == f"'{word.partition('=')[2]}' is not built yet in this version"
     assert only("plan.weights=stremed").remedy == "did you mean streamed?"
 
@@ -243,8 +253,11 @@ def test_values_that_the_design_has_and_this_version_lacks() -> None:
 EVERY_KEY: dict[str, str] = {
     "recipe": "mine", "task": "text", "device": "cpu", "resume": "auto",
     "model.path": "builtin:tiny", "model.revision": "main", "model.precision": "fp32", "model.base": "nf4",
+    "model.double_quant": "no", "model.new_tokens": "['<a>', '<b c>']", "model.new_tokens_path": "t.txt", "model.layers": "2",
     "model.trained": "fp32", "model.attention": "eager", "model.trust_remote_code": "yes",
     "adapter.kind": "lora", "adapter.rank": "8", "adapter.alpha": "16", "adapter.dropout": "0.1",
+    "adapter.scaling": "rslora", "adapter.init": "gaussian", "adapter.ranks": "{q_proj: 4, 'layers.1.mlp.*': 8}",
+    "adapter.alphas": "{q_proj: 8}", "adapter.modules_to_save": "[lm_head]",
     "adapter.targets": "[q_proj, v_proj]", "adapter.path": "a/b",
     "data.path": "x.jsonl", "data.split": "test", "data.valid_path": "v.jsonl", "data.valid_share": "0",
     "data.template": "alpaca", "data.columns": "{instruction: question, output: answer}", "data.max_tokens": "128",
@@ -257,6 +270,7 @@ EVERY_KEY: dict[str, str] = {
     "optimizer.base_batch": "8", "optimizer.groups": "{'*.layers.0.*': lr_factor=0.5 weight_decay=0}",
     "schedule.name": "linear", "schedule.decay": "0.1", "schedule.warmup": "0.1", "schedule.final": "0.2",
     "train.batch": "3", "train.batch_tokens": "~", "train.max_steps": "5", "train.epochs": "1.5",
+    "train.last_blocks": "~", "train.modules": "[]", "train.freeze": "~",
     "train.max_grad_norm": "~", "train.seed": "7", "train.stop_after": "2",
     "evaluate.every": "2", "evaluate.sets": "{hard: h.jsonl, 'a.b': c.jsonl}", "evaluate.max_rows": "5", "evaluate.samples": "0",
     "checkpoint.every": "4", "checkpoint.keep": "1", "checkpoint.keep_best": "hard/eval_loss",
@@ -283,11 +297,14 @@ def test_b64_every_key_given_is_in_the_resolved_recipe_and_survives_being_saved(
     recipe = load(base=tmp_path / "every.yaml")
     assert recipe.data.columns == {"instruction": "question", "output": "answer"}
     assert recipe.evaluate.sets == {"hard": "h.jsonl", "a.b": "c.jsonl"}
+    assert recipe.adapter.ranks == {"q_proj": 4, "layers.1.mlp.*": 8}
+    assert recipe.model.new_tokens == ("<a>", "<b c>")
     assert (recipe.data.workers, recipe.data.cache) == (2, False)
     assert recipe.run.dir == "runs/mine"
     defaults = load()
     changed = {key for key, _, _ in recipe_differences(recipe, defaults)}
     at_default = {"task", "model.path", "data.path", "data.valid_share", "train.batch_tokens", "plan.resident_blocks"}
+    at_default |= {"train.last_blocks", "train.modules", "train.freeze"}  # they do not go with an adapter
     at_default |= {f"data.{name}" for name in ("mixture", "weights", "on_exhausted", "streaming", "shuffle_buffer")}
     at_default |= {"model.trained", "schedule.decay", "plan.attention"}
     assert changed == set(EVERY_KEY) - at_default

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from finetune.errors import ModelError
-from finetune.memory.chunked_loss import LOGITS_RULES, logits_change, loss_sum
+from finetune.kernels.logits_change import LOGITS_RULES, logits_change
+from finetune.memory.chunked_loss import loss_sum
 from tests.unit.memory.tiny_models import tiny, with_lora
 
 WIDTHS = {

@@ -218,8 +218,11 @@ def test_b94_an_adapter_of_another_width_is_refused_with_both_shapes(make_base, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_dora": True}, "DoRA"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"use_dora": True}, r"adapter\.kind=lora, but .* has dora"),
+        ({"modules_to_save": ["lm_head"]}, r"42 tensors matched the model's 43 places; model only: .*lm_head"),
+        ({"trainable_token_indices": {"embed_tokens": [5]}}, r"model only: .*embed_tokens\.token_adapter"),
+        ({"trainable_token_indices": [320]}, r"1 new tokens, which this model does not have"),
+        ({"init_lora_weights": "pissa"}, "belongs onto a changed base"),
         ({"bias": "all"}, "trained biases"),
         ({"peft_type": "IA3"}, "IA3, not LoRA"),
         ({"target_modules": ".*q_proj"}, "regular expression"),

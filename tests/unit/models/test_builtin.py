@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune.errors import ModelError, NotBuiltError
+from finetune.errors import ModelError
 from finetune.models import builtin, smollm2
 from finetune.models.builtin import Builtin, resolve
 
@@ -108,8 +108,8 @@ def test_an_interrupted_or_damaged_folder_is_made_again(own_cache, monkeypatch):
 def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(ModelError, match=r"did you mean builtin:smollm2-135m\?"):
         resolve("builtin:smolm2-135m")
-    with pytest.raises(NotBuiltError, match="builtin:llama3-8b-random"):
-        resolve("builtin:llama3-8b-random")
+    with pytest.raises(ModelError, match=r"did you mean builtin:llama3-8b-random\?"):
+        resolve("builtin:llama3-9b-random")
 
 
 def test_a_cache_that_cannot_be_written_is_one_clear_error(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from finetune.generate.engine import answer
 from finetune.models.load import load_config, load_model, load_tokenizer
 from finetune.models.shapes import shape_for
 from finetune.models.verify import check_lengths
+from tests.unit.models.conftest import WIDTHS
 
 LORA = {"kind": "lora", "rank": 4}
 
@@ -165,10 +166,10 @@ def test_architectures_that_are_not_text_decoders_are_refused_by_name(tmp_path, 
         load_config(recipe(tmp_path).model)
 
 
-def test_logits_changed_after_the_head_are_refused(make_folder, recipe):
+def test_logits_changed_in_a_way_that_is_not_known_are_refused(make_folder, recipe):
     folder = make_folder()
     edit(folder, final_logit_softcapping=30.0)
-    with pytest.raises(ModelError, match="final_logit_softcapping=30"):
+    with pytest.raises(ModelError, match=r"final_logit_softcapping=30.*not known here"):
         load_config(recipe(folder).model)
 
 
@@ -281,3 +282,63 @@ def test_b41_positions_that_a_model_does_not_have(tiny, tmp_path, recipe, make_f
     rotary = load_model(recipe(make_folder()), "cpu", "fp32")
     assert check_lengths(rotary, 4096, 128) == []
     assert "has 129 tokens; the model was made for 128" in check_lengths(rotary, 4096, 129)[0]
+
+
+GEMMA2 = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": None, "query_pre_attn_scalar": 8, "head_dim": 8}
+
+
+def changed_logits(kind):
+    """A tiny model of a family that changes its logits after the head."""
+    from transformers import (
+        CohereConfig,
+        CohereForCausalLM,
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        GraniteConfig,
+        GraniteForCausalLM,
+    )
+
+    config, model, more = {
+        "gemma2": (Gemma2Config, Gemma2ForCausalLM, {**GEMMA2, "attn_implementation": "eager"}),
+        "granite": (GraniteConfig, GraniteForCausalLM, {"logits_scaling": 8.0}),
+        "cohere": (CohereConfig, CohereForCausalLM, {"logit_scale": 0.25}),
+    }[kind]
+    torch.manual_seed(0)
+    return model(config(**{**WIDTHS, **more}))
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "granite", "cohere"])
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_models_that_change_their_logits_train_by_their_own_loss(tiny, recipe, tmp_path, make_batch, kind, adapter):
+    from finetune.memory.chunked_loss import loss_sum
+    from finetune.models.decoder import hidden_states
+
+    changed_logits(kind).save_pretrained(tmp_path)
+    load_tokenizer(recipe(tiny).model).save_pretrained(tmp_path)
+    made = recipe(tmp_path, model={"attention": "eager"}, adapter={"kind": adapter})
+    model = load_model(made, "cpu", "fp32")
+    assert model.shape.changed_logits
+    batch = make_batch([[[1, 2, 3, 4, 5, 9, 8, 7, 6]], [[5, 6, 7, 3, 9, 1, 0, 2, 11]]])
+    own = model.module(input_ids=batch.input_ids, labels=batch.labels)
+    for chunk in (0, 3):
+        total = loss_sum(hidden_states(model, batch), model.head, batch.labels, chunk, model.base.config)
+        torch.testing.assert_close(total / 16, own.loss, rtol=1e-5, atol=1e-6)
+    # Left out, the change would be a much different loss.
+    plain = loss_sum(hidden_states(model, batch), model.head, batch.labels, 3) / 16
+    assert (plain - own.loss).abs() > 0.1
+    own.loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.trainable().items() if p.grad is not None}
+    model.module.zero_grad()
+    (loss_sum(hidden_states(model, batch), model.head, batch.labels, 3, model.base.config) / 16).backward()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(model.trainable()[name].grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_capped_attention_wants_eager(tiny, recipe, tmp_path):
+    model = changed_logits("gemma2")
+    model.config.attn_logit_softcapping = 20.0
+    model.save_pretrained(tmp_path)
+    load_tokenizer(recipe(tiny).model).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"caps its attention scores(.|\n)*model\.attention=eager"):
+        load_model(recipe(tmp_path), "cpu", "fp32")
+    assert load_model(recipe(tmp_path, model={"attention": "eager"}), "cpu", "fp32").shape.changed_logits

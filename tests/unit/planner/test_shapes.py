@@ -64,6 +64,22 @@ CONFIGS = {
         30, (576, 1536), (9, 3), vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True
     ),
     "tiny": llama(2, (64, 128), (4, 2), vocab_size=320),
+    "tiny-random": llama(2, (64, 128), (4, 2), vocab_size=320, max_position_embeddings=8192),
+    "llama3-1b": llama(
+        16, (2048, 8192), (32, 8), vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=True
+    ),
+    "llama3-3b": llama(
+        28, (3072, 8192), (24, 8), vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=True
+    ),
+    "qwen2.5-32b": Qwen2Config(
+        num_hidden_layers=64,
+        hidden_size=5120,
+        intermediate_size=27648,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        vocab_size=152064,
+        max_position_embeddings=32768,
+    ),
 }
 PARAMETERS = {
     "llama3-8b": 8_030_261_248,
@@ -72,6 +88,10 @@ PARAMETERS = {
     "mistral-7b": 7_248_023_552,
     "smollm2-135m": 134_515_008,
     "tiny": 115_008,
+    "tiny-random": 115_008,
+    "llama3-1b": 1_235_814_400,
+    "llama3-3b": 3_212_749_824,
+    "qwen2.5-32b": 32_763_876_352,
 }
 
 
@@ -93,7 +113,7 @@ def test_every_name_has_its_row() -> None:
     for path, row in NAMES.items():
         assert shape_for(recipe(path)) is SHAPES[row]
     assert shape_for(recipe("llama3-8b")) is SHAPES["llama3-8b"]
-    assert len(NAMES) == 12
+    assert len(NAMES) == 24
 
 
 @pytest.mark.parametrize(
