@@ -107,6 +107,14 @@ def _auto_whole(value: Any) -> Any:
     return "auto" if _auto(value) == "auto" else _whole(value)
 
 
+def _blocks(value: Any) -> Any:
+    """A count of blocks from 2 on stays a number; 0 and 1, and words, are read as switches or refused."""
+    value = _auto(value)
+    if isinstance(value, str) and re.fullmatch(r"[0-9]+", value) and int(value) > 1:
+        return int(value)
+    return value
+
+
 def _bytes(value: Any) -> Any:
     """`8GiB`, `24GB`, `512MiB`, a bare number of bytes, or `auto`."""
     if _auto(value) == "auto":
@@ -158,6 +166,11 @@ AutoWhole = Annotated[
     BeforeValidator(_auto_whole),
     Wants("a whole number of at least 0, or auto"),
 ]
+AutoBlocks = Annotated[
+    bool | Annotated[int, Field(ge=2)] | Literal["auto", "selective"],
+    BeforeValidator(_blocks),
+    Wants("true, false, selective, a whole number of at least 2, or auto"),
+]
 AutoSwitch = Annotated[bool | Literal["auto"], BeforeValidator(_auto), Wants("true, false or auto")]
 
 
@@ -170,8 +183,10 @@ class ModelSection(Section):
     """A hub id, a folder, or builtin:NAME."""
     revision: OptionalText = None
     """The hub revision (branch, tag or commit)."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Compute precision. auto: bf16 on a GPU that has it, fp32 on a CPU. Trained weights are kept in fp32 in either."""
+    precision: Literal["auto", "bf16", "fp32", "tf32", "fp16"] = "auto"
+    """Compute precision. auto: bf16 on a GPU that has it, fp32 on a CPU. Trained weights are kept in fp32 in each. tf32: fp32
+    with matrix products of 10-bit mantissas. fp16: for GPUs without bf16; the loss is scaled, and steps that overflow are
+    skipped and counted."""
     base: Literal["same", "nf4"] = "same"
     """How frozen weights are stored: as computed, or in 4 bits (QLoRA)."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
@@ -299,8 +314,9 @@ class PlanSection(Section):
     """bitwise: only choices that change no bit of the result."""
     micro_batch: AutoCount = "auto"
     """Rows in one forward pass on one process."""
-    activation_checkpointing: AutoSwitch = "auto"
-    """Keep only each block's input and recompute the rest in the backward pass."""
+    activation_checkpointing: AutoBlocks = "auto"
+    """Keep only each block's input and recompute the rest in the backward pass. N: every N-th block keeps all of its
+    activations; selective: attention's output is kept too."""
     loss_chunk: AutoWhole = "auto"
     """Positions whose logits exist at once; 0: all."""
     weights: Literal["auto", "resident", "streamed"] = "auto"
@@ -308,9 +324,16 @@ class PlanSection(Section):
     resident_blocks: AutoWhole = "auto"
     """With streamed weights: blocks that stay on the device."""
     activation_offload: AutoSwitch = "auto"
-    """Keep block inputs in host memory."""
+    """Keep block inputs (without checkpointing: all large activations of blocks) in host memory until their backward."""
+    optimizer_in_backward: AutoSwitch = "auto"
+    """Update each parameter as soon as its gradient is complete. Needs train.max_grad_norm=none and one micro-batch."""
     optimizer_placement: Literal["auto", "device", "host"] = "auto"
-    """Where optimizer state lives."""
+    """Where optimizer state lives; from the host it passes through the GPU during the update."""
+    embedding_placement: Literal["auto", "device", "host"] = "auto"
+    """Where a frozen, untied embedding lives; from the host only the rows of a batch are sent."""
+    probe: AutoSwitch = "auto"
+    """Try forward and backward of the longest rows before the first step, so that too little memory shows at once. auto: on a
+    GPU."""
     compile: AutoSwitch = "auto"
     """Compile the blocks."""
     data: AutoCount = "auto"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 
 from finetune.contracts import Shape
-from finetune.memory.storage import Storage, Work, adapter_tensors, place_of
+from finetune.memory.storage import Storage, Work, adapter_elements, place_of
 
 
 def boundary(shape: Shape, storage: Storage) -> int:
@@ -37,7 +37,7 @@ def cast_weights(shape: Shape, storage: Storage) -> int:
         return 0
     if storage.trained:
         return storage.compute * shape.linear_parameters
-    return storage.compute * (sum(adapter_tensors(shape, storage)) // shape.blocks)
+    return storage.compute * (adapter_elements(shape, storage) // shape.blocks)
 
 
 def unsaved_by_first(shape: Shape, storage: Storage, work: Work) -> int:

@@ -86,11 +86,11 @@ class Storage:
 
 
 def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu") -> Storage:
-    """The storage of a recipe at a resolved precision, `bf16` or `fp32`.
+    """The storage of a recipe at a resolved precision.
 
     InputError names adapter targets that match nothing.
     """
-    compute = 2 if precision == "bf16" else 4
+    compute = 2 if precision in ("bf16", "fp16") else 4
     trained = recipe.adapter.kind == "none"
     blocks, head, embedding = (frozenset[str](), False, False) if trained else _targets(shape, recipe.adapter.targets)
     return Storage(
@@ -174,6 +174,15 @@ def adapter_tensors(shape: Shape, storage: Storage) -> list[int]:
     return [storage.rank * width for pair in pairs for width in pair]
 
 
+def adapter_elements(shape: Shape, storage: Storage) -> int:
+    """Elements of all tensors of `adapter_tensors`, without listing them."""
+    inside = shape.blocks * sum(
+        linear.inputs + linear.outputs for linear in shape.linears if linear.name in storage.targets
+    )
+    outside = (storage.head_adapted + storage.embedding_adapted) * (shape.hidden + shape.vocabulary)
+    return storage.rank * (inside + outside)
+
+
 def trained_tensors(shape: Shape, storage: Storage) -> list[tuple[int, str]]:
     """Elements and role (`embedding`, `head`, `block`, `extra`) of every trained tensor."""
     if not storage.trained:
@@ -192,7 +201,7 @@ def weight_bytes(shape: Shape, storage: Storage) -> int:
     """All weights as they stand in memory during a run: frozen ones as stored, trained ones (adapters too) in fp32."""
     if storage.trained:
         return 4 * shape.parameters
-    adapter = 4 * sum(adapter_tensors(shape, storage))
+    adapter = 4 * adapter_elements(shape, storage)
     if not storage.nf4:
         return storage.frozen * shape.parameters + adapter
     linears = shape.blocks * shape.linear_parameters

@@ -28,7 +28,7 @@ from finetune.models.verify import verify
 
 __all__ = ["align_generation", "load_config", "load_model", "load_tokenizer", "stop_tokens"]
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
 
 def load_tokenizer(section: ModelSection) -> Any:
@@ -63,8 +63,8 @@ def load_model(
 ) -> Model:
     """The recipe's model on `device`, with its adapter, checked, in eval mode; `notices` say what was decided.
 
-    precision fp32: everything in fp32. bf16: frozen weights in bf16, trained weights in fp32 (the trainer computes
-    under autocast). Random first weights come from train.seed alone (case B116). `shape` saves counting it again.
+    precision fp32, tf32: everything in fp32. bf16, fp16: frozen weights in it, trained weights in fp32 (the trainer computes
+    under autocast; case B125). Random first weights come from train.seed alone (case B116). `shape` saves counting it again.
     training=False keeps all weights in the compute precision and skips the refusals that only training needs.
     Raises ModelError.
     """
@@ -85,7 +85,9 @@ def load_model(
     dtype = torch.float32 if whole else DTYPES[precision]
     stored = check_stored(config, section.base, section.path)
     notices += [stored] if stored else []
-    notices += _precision_notices(config, dtype, section, whole and precision == "bf16")
+    notices += _precision_notices(
+        config, dtype, section, precision if whole and precision in ("bf16", "fp16") else None
+    )
     with seeded(recipe.train.seed):
         base, loading = _weights(source, section, config, dtype, torch.device(device))
     notices += loading
@@ -168,13 +170,15 @@ def _check_vocabulary(base: Any, tokenizer: Any, section: ModelSection) -> None:
         )
 
 
-def _precision_notices(config: Any, dtype: torch.dtype, section: ModelSection, autocast: bool) -> list[str]:
+def _precision_notices(config: Any, dtype: torch.dtype, section: ModelSection, autocast: str | None) -> list[str]:
     notices = []
     stored = getattr(config, "dtype", None)
     stored = getattr(torch, stored, None) if isinstance(stored, str) else stored
     short = str(dtype).removeprefix("torch.")
     if autocast:
-        notices.append("every parameter is trained: weights are held in fp32, products are made in bf16 (autocast)")
+        notices.append(
+            f"every parameter is trained: weights are held in fp32, products are made in {autocast} (autocast)"
+        )
     elif stored not in (None, dtype) and section.base == "same":
         notices.append(f"weights are stored in {str(stored).removeprefix('torch.')} and held in {short}")
     if getattr(config, "router_aux_loss_coef", None):

@@ -21,7 +21,7 @@ from finetune.data.loader import Order, total_steps
 from finetune.environment import Launch
 from finetune.errors import InputError, StoppedError
 from finetune.generate.evaluate import Evaluator
-from finetune.kernels.precision import DTYPES
+from finetune.kernels.precision import DTYPES, loss_scale
 from finetune.machine.collectives import World, join, leave
 from finetune.models.load import load_model, load_tokenizer
 from finetune.models.shapes import shape_for
@@ -33,9 +33,10 @@ from finetune.planner.hardware import detect
 from finetune.planner.plan import Decision, decide
 from finetune.tasks.text import TextTask
 from finetune.telemetry import memory, metrics
+from finetune.telemetry.health import Health
 from finetune.telemetry.log import Log
 from finetune.train import finish, state
-from finetune.train.assemble import assemble
+from finetune.train.assemble import Update, assemble
 from finetune.train.folder import result_place, run_folder
 from finetune.train.job import Job, Progress, StopAskedError, StopSignal
 from finetune.train.loop import Loop
@@ -87,11 +88,12 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
     document = max(int(rows.documents.lengths.max()) for rows in (splits.train, *splits.evaluate.values()))
     for notice in (*model.notices, *check_lengths(model, longest, document)):
         log.notice(notice)
-    key = assemble(model, decision.plan, recipe.train.seed)
+    ready = assemble(model, decision.plan, recipe.train.seed, world.device)
     optimizer = build(recipe.optimizer, model.trainable(), roles_of(model.module))
     job = Job(
         recipe, decision.plan, world, decision.precision, folder, splits, order, TextTask(tokenizer.pad_token_id), model,
-        optimizer, key, StopSignal(log), log, progress,
+        optimizer, Update(model, optimizer, decision.plan, world.device), ready.key, ready.given,
+        loss_scale(decision.precision), Health(list(model.trainable())), StopSignal(log), log, progress,
     )  # fmt: skip
     world.agree(lambda: rehearse(job, decision))
     if saved:
