@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Mode = bool | int | str
 """False, True, N (2 and more: every N-th block keeps its activations) or `selective`."""
-SELECTIVE_SHARE = 0.02
+SELECTIVE_SHARE = 0.01
 """What selective adds to a step beside the recomputation: every operation of a block passes through Python. Assumed."""
 ATTENTION_OPERATIONS = (
     "_scaled_dot_product_flash_attention",

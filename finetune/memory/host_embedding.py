@@ -9,8 +9,6 @@ Legend: B rows, S positions, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from finetune.contracts import Shape
@@ -21,7 +19,9 @@ from finetune.memory.storage import Storage, Work
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
+
+    from finetune.memory.host_rows import GivenIds
 
 GATHER = 2.0
 """How much slower than the link the host gathers loose rows, one thread and pageable memory. Assumed."""
@@ -62,22 +62,6 @@ def slowdown(case: Case) -> float:
     return GATHER * link_seconds(case, moved) / step
 
 
-class GivenIds:
-    """The token ids of the batch at hand as they are on the host, so that a lookup need not ask the device for them."""
-
-    def __init__(self) -> None:
-        self.ids_BS: Tensor | None = None
-
-    @contextmanager
-    def given(self, ids_BS: Tensor) -> Iterator[None]:
-        """Inside, lookups are of `ids_BS`, int64 [B, S] on the host."""
-        self.ids_BS = ids_BS
-        try:
-            yield
-        finally:
-            self.ids_BS = None
-
-
 def place_on_host(base: nn.Module, device: torch.device) -> GivenIds:
     """Swaps the input embedding of a transformers model for one whose rows are on the host.
 
@@ -101,7 +85,7 @@ def place_on_host(base: nn.Module, device: torch.device) -> GivenIds:
             "plan.embedding_placement",
             "plan.embedding_placement=device",
         )
-    from finetune.memory.host_rows import HostRows
+    from finetune.memory.host_rows import GivenIds, HostRows
 
     given = GivenIds()
     model.set_input_embeddings(HostRows(embedding.weight.detach(), device, given))

@@ -8,11 +8,29 @@ Legend: B rows, S positions, D hidden width, V vocabulary, N tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
 from finetune.memory.host import HostBuffer, HostPool
-from finetune.memory.host_embedding import GivenIds
+
+
+class GivenIds:
+    """The token ids of the batch at hand as they are on the host, so that a lookup need not ask the device for them."""
+
+    def __init__(self) -> None:
+        self.ids_BS: Tensor | None = None
+
+    @contextmanager
+    def given(self, ids_BS: Tensor) -> Iterator[None]:
+        """Inside, lookups are of `ids_BS`, int64 [B, S] on the host."""
+        self.ids_BS = ids_BS
+        try:
+            yield
+        finally:
+            self.ids_BS = None
 
 
 class HostRows(nn.Module):

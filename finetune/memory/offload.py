@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -93,17 +94,22 @@ def slowdown(case: Case) -> float:
 
 
 class _Parked:
-    """One saved tensor: its bytes on the host and, once asked for, on the device again."""
+    """A span of memory: on the host and, once asked for, on the device again, as a tensor of one dimension."""
 
-    def __init__(self, tensor: Tensor, buffer: HostBuffer) -> None:
-        import torch
-
-        # The layout of a dense tensor; of a view with gaps or repeats, that of its copy.
-        self.shape, self.strides = tensor.shape, torch.empty_like(tensor, device="meta").stride()
-        self.dtype, self.device = tensor.dtype, tensor.device
+    def __init__(self, flat_N: Tensor, buffer: HostBuffer) -> None:
+        self.count, self.dtype, self.device = flat_N.numel(), flat_N.dtype, flat_N.device
         self.buffer = buffer
-        self.back: Tensor | None = None
+        self.back_N: Tensor | None = None
         self.ready: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True)
+class _View:
+    """One saved tensor: a parked span and the layout in it. Several views of the same memory share a span."""
+
+    parked: _Parked
+    shape: torch.Size
+    strides: tuple[int, ...]
 
 
 class _Stay:
@@ -154,35 +160,45 @@ class Offload:
             yield
         self._depart(stay)
 
-    def _pack(self, stay: _Stay, shared: set[int], smallest: int, tensor: Tensor) -> Tensor | _Parked:
+    def _pack(self, stay: _Stay, shared: set[int], smallest: int, tensor: Tensor) -> Tensor | _View:
         count = tensor.numel() * tensor.element_size()
         if count < smallest or tensor.device != self.device or tensor.untyped_storage().data_ptr() in shared:
             return tensor
-        what = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        if what in stay.seen:
-            return stay.seen[what]
-        parked = _Parked(tensor, self.pool.take((stay.index, len(stay.parked)), count))
-        self._send(tensor.detach(), parked)
+        dense = _dense(tensor)
+        what = (tensor.data_ptr(), count, tensor.dtype)
+        parked = stay.seen.get(what) if dense else None
+        if not dense:
+            # A view with gaps or repeats: its values leave, in their own order.
+            tensor = tensor.contiguous()
+        if parked is None:
+            parked = self._park(stay, tensor.detach(), count)
+            if dense:
+                stay.seen[what] = parked
+        return _View(parked, tensor.shape, tensor.stride())
+
+    def _park(self, stay: _Stay, tensor: Tensor, count: int) -> _Parked:
+        flat_N = tensor.as_strided((tensor.numel(),), (1,))
+        parked = _Parked(flat_N, self.pool.take((stay.index, len(stay.parked)), count))
+        self._send(flat_N, parked)
         # Held until the copy is over, so that neither its bytes nor its address go to another tensor meanwhile.
-        stay.leaving.append(tensor.detach())
-        stay.seen[what] = parked
+        stay.leaving.append(flat_N)
         stay.parked.append(weakref.ref(parked))
         self.parked += count
         weakref.finalize(parked, self._gone, parked.buffer, count)
         return parked
 
-    def _send(self, tensor: Tensor, parked: _Parked) -> None:
+    def _send(self, flat_N: Tensor, parked: _Parked) -> None:
         import torch
 
-        target = parked.buffer.view(tensor.shape, tensor.dtype)
+        target_N = parked.buffer.view(flat_N.shape, flat_N.dtype)
         if self._down is None:
-            target.copy_(tensor)
+            target_N.copy_(flat_N)
             return
         self._down.wait_stream(torch.cuda.current_stream(self.device))
         if parked.buffer.busy is not None:
             self._down.wait_event(parked.buffer.busy)
         with torch.cuda.stream(self._down):
-            target.copy_(tensor, non_blocking=True)
+            target_N.copy_(flat_N, non_blocking=True)
 
     def _depart(self, stay: _Stay) -> None:
         """After a block's forward: its tensors may go once they have left; the computation waits for those of two blocks ago."""
@@ -201,9 +217,9 @@ class Offload:
             torch.cuda.current_stream(self.device).wait_event(stay.left)
             stay.leaving.clear()
 
-    def _unpack(self, stay: _Stay, parked: Tensor | _Parked) -> Tensor:
-        if not isinstance(parked, _Parked):
-            return parked
+    def _unpack(self, stay: _Stay, view: Tensor | _View) -> Tensor:
+        if not isinstance(view, _View):
+            return view
         if not stay.asked and self._up is not None:
             stay.asked = True
             for waiting in self._stays:
@@ -211,44 +227,54 @@ class Offload:
             self._bring(stay)
             if stay.index:
                 self._bring(self._stays[stay.index - 1])
-        if parked.back is None:
-            self._fetch(stay, parked)
-        assert parked.back is not None
+        parked = view.parked
+        back_N = self._fetch(stay, parked) if parked.back_N is None else parked.back_N
         if parked.ready is not None:
             import torch
 
             torch.cuda.current_stream(self.device).wait_event(parked.ready)
-        return parked.back
+        return back_N.as_strided(view.shape, view.strides)
 
     def _bring(self, stay: _Stay) -> None:
         """Starts bringing a block's tensors back."""
         for reference in stay.parked:
             parked = reference()
-            if parked is not None and parked.back is None:
+            if parked is not None and parked.back_N is None:
                 self._fetch(stay, parked)
 
-    def _fetch(self, stay: _Stay, parked: _Parked) -> None:
+    def _fetch(self, stay: _Stay, parked: _Parked) -> Tensor:
         import torch
 
-        back = torch.empty_strided(parked.shape, parked.strides, dtype=parked.dtype, device=parked.device)
-        source = parked.buffer.view(parked.shape, parked.dtype)
-        parked.back = back
+        back_N = torch.empty(parked.count, dtype=parked.dtype, device=parked.device)
+        source_N = parked.buffer.view(back_N.shape, parked.dtype)
+        parked.back_N = back_N
         if self._up is None:
-            back.copy_(source)
-            return
+            back_N.copy_(source_N)
+            return back_N
         # What stood in this memory before must be over, and so must the way out.
         self._up.wait_stream(torch.cuda.current_stream(self.device))
         if stay.left is not None:
             self._up.wait_event(stay.left)
         with torch.cuda.stream(self._up):
-            back.copy_(source, non_blocking=True)
+            back_N.copy_(source_N, non_blocking=True)
             parked.ready = parked.buffer.busy = self._up.record_event()
         # A tensor that is brought and never asked for must not be reused before it has arrived.
-        back.record_stream(self._up)
+        back_N.record_stream(self._up)
+        return back_N
 
     def _gone(self, buffer: HostBuffer, count: int) -> None:
         self.parked -= count
         self.pool.give(buffer)
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill one span of memory, in any order of dimensions."""
+    filled = 1
+    for stride, size in sorted(pair for pair in zip(tensor.stride(), tensor.shape, strict=True) if pair[1] != 1):
+        if stride != filled:
+            return False
+        filled *= size
+    return True
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

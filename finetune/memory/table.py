@@ -48,7 +48,7 @@ LEVERS: dict[str, Lever] = {
         Lever(
             "activation checkpointing",
             "activation_checkpointing",
-            (False, 2, "selective", 4, True),
+            (False, 2, 4, "selective", True),
             checkpointing.saves,
             checkpointing.slowdown,
             "bitwise",

@@ -196,8 +196,13 @@ class _Parts:
         return Bytes({"boundaries" if mode is True else "activations": kept}) + self._around()
 
     def _grown(self, grown: int) -> Bytes:
-        """Gradients: with several micro-batches all stand from the second on, with one they grow as activations go."""
-        return Bytes({"gradients": min(self.standing, self.gradients if self.several else grown)})
+        """Gradients: with several micro-batches all stand from the second on, with one they grow as activations go.
+
+        Updated in backward, each is gone with the layer that it is of, whose workspace counts it.
+        """
+        if self.case.plan.optimizer_in_backward:
+            return Bytes({"gradients": 0})
+        return Bytes({"gradients": self.gradients if self.several else grown})
 
     def _passing(self) -> Bytes:
         if self.case.plan.optimizer_placement != "host":

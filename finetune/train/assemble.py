@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from finetune.contracts import Model, Plan
 from finetune.kernels.keyed_dropout import DrawKey, key_dropouts
 from finetune.memory import checkpointing
-from finetune.memory.host_embedding import GivenIds, place_on_host
+from finetune.memory.host_embedding import place_on_host
 from finetune.memory.host_optimizer import HostStates, step_only
+from finetune.memory.host_rows import GivenIds
 from finetune.memory.offload import Offload
 from finetune.memory.step_in_backward import StepInBackward
 

@@ -18,7 +18,7 @@ from finetune.data.loader import Order, Position
 from finetune.kernels.keyed_dropout import DrawKey
 from finetune.kernels.precision import LossScale
 from finetune.machine.collectives import World
-from finetune.memory.host_embedding import GivenIds
+from finetune.memory.host_rows import GivenIds
 from finetune.tasks.text import TextTask
 from finetune.telemetry.health import Health
 from finetune.telemetry.log import Log

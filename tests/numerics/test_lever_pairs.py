@@ -40,7 +40,9 @@ def allowed(kind: str, settings: tuple[tuple[str, Any], ...]) -> bool:
 CASES = [(kind, settings) for kind in MODULES for settings in ALONE + PAIRS if allowed(kind, settings)]
 
 
-def three_steps(kind: str, plan: Plan, folder: Path) -> tuple[list[float], list[dict[str, torch.Tensor]], dict[str, Any]]:
+def three_steps(
+    kind: str, plan: Plan, folder: Path
+) -> tuple[list[float], list[dict[str, torch.Tensor]], dict[str, Any]]:
     """Losses, each step's gradients before the update, and the weights and optimizer state after the last."""
     torch.manual_seed(9)
     seen: dict[str, torch.Tensor] = {}

@@ -194,8 +194,13 @@ CONTRADICTIONS = [
     (("schedule.name=constant", "schedule.final=0.1"), "schedule.final", "and to stay constant"),
     (("plan.weights=streamed",), "plan.weights", "not built yet"),
     (("plan.resident_blocks=3",), "plan.resident_blocks", "not built yet"),
-    (("plan.activation_offload=true",), "plan.activation_offload", "not built yet"),
-    (("plan.optimizer_placement=host",), "plan.optimizer_placement", "not built yet"),
+    (("plan.optimizer_in_backward=true",), "plan.optimizer_in_backward", "it is clipped at 1"),
+    (
+        ("plan.optimizer_in_backward=true", "train.max_grad_norm=none", "model.precision=fp16"),
+        "plan.optimizer_in_backward",
+        "fp16 skips steps whose gradient overflows",
+    ),
+    (("plan.embedding_placement=host",), "plan.embedding_placement", "only a frozen embedding"),
     (("plan.compile=yes",), "plan.compile", "not built yet"),
     (("plan.shard=2",), "plan.shard", "not built yet"),
     (("plan.tensor=2",), "plan.tensor", "not built yet"),
@@ -260,6 +265,7 @@ EVERY_KEY: dict[str, str] = {
     "plan.gpu_memory": "8GiB", "plan.host_memory": "24GB", "plan.exact": "bitwise", "plan.micro_batch": "2",
     "plan.activation_checkpointing": "no", "plan.loss_chunk": "64", "plan.weights": "resident",
     "plan.resident_blocks": "auto", "plan.activation_offload": "no", "plan.optimizer_placement": "device",
+    "plan.optimizer_in_backward": "no", "plan.embedding_placement": "device", "plan.probe": "no",
     "plan.compile": "no", "plan.data": "1", "plan.shard": "1", "plan.tensor": "1", "plan.context": "1",
     "run.dir": "runs/${recipe}", "run.trackers": "wandb",
 }  # fmt: skip
