@@ -44,7 +44,7 @@ def kept_blocks(blocks: int, mode: Mode) -> int:
     """How many of the first `blocks` blocks keep all of their activations."""
     if mode is False:
         return blocks
-    return blocks // mode if _counted(mode) else 0
+    return blocks // int(mode) if _counted(mode) else 0
 
 
 def _counted(mode: Mode) -> bool:
@@ -131,7 +131,7 @@ def apply(module: nn.Module, mode: Mode = True, offload: Offload | None = None) 
         return
     if not getattr(model, "supports_gradient_checkpointing", True):
         raise _unsupported(f"{type(model).__name__} does not support activation checkpointing")
-    blocks = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    blocks: list[Any] = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
     if not blocks and (_counted(mode) or offload is not None):
         raise _unsupported(f"{type(model).__name__} lets all blocks checkpoint or none")
     whole = _way(mode is not False, mode)

@@ -199,6 +199,7 @@ class Offload:
             self._down.wait_event(parked.buffer.busy)
         with torch.cuda.stream(self._down):
             target_N.copy_(flat_N, non_blocking=True)
+            parked.buffer.busy = self._down.record_event()
 
     def _depart(self, stay: _Stay) -> None:
         """After a block's forward: its tensors may go once they have left; the computation waits for those of two blocks ago."""
@@ -228,7 +229,7 @@ class Offload:
             if stay.index:
                 self._bring(self._stays[stay.index - 1])
         parked = view.parked
-        back_N = self._fetch(stay, parked) if parked.back_N is None else parked.back_N
+        back_N = self._fetch(parked) if parked.back_N is None else parked.back_N
         if parked.ready is not None:
             import torch
 
@@ -240,9 +241,9 @@ class Offload:
         for reference in stay.parked:
             parked = reference()
             if parked is not None and parked.back_N is None:
-                self._fetch(stay, parked)
+                self._fetch(parked)
 
-    def _fetch(self, stay: _Stay, parked: _Parked) -> Tensor:
+    def _fetch(self, parked: _Parked) -> Tensor:
         import torch
 
         back_N = torch.empty(parked.count, dtype=parked.dtype, device=parked.device)
@@ -253,16 +254,20 @@ class Offload:
             return back_N
         # What stood in this memory before must be over, and so must the way out.
         self._up.wait_stream(torch.cuda.current_stream(self.device))
-        if stay.left is not None:
-            self._up.wait_event(stay.left)
+        if parked.buffer.busy is not None:
+            self._up.wait_event(parked.buffer.busy)
         with torch.cuda.stream(self._up):
             back_N.copy_(source_N, non_blocking=True)
             parked.ready = parked.buffer.busy = self._up.record_event()
-        # A tensor that is brought and never asked for must not be reused before it has arrived.
-        back_N.record_stream(self._up)
         return back_N
 
     def _gone(self, buffer: HostBuffer, count: int) -> None:
+        """A span that nobody needs any more. Runs before its device memory is freed, so that what was brought and never
+        asked for is not overwritten on its way."""
+        if buffer.busy is not None:
+            import torch
+
+            torch.cuda.current_stream(self.device).wait_event(buffer.busy)
         self.parked -= count
         self.pool.give(buffer)
 

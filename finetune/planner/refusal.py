@@ -70,12 +70,12 @@ def refusal(space: Space, smallest: Candidate) -> PlanRefusedError:
 
 
 def _described(plan: Plan) -> str:
-    on = [
-        f"{lever.name} {getattr(plan, lever.field)}"
-        for lever in LEVERS.values()
-        if getattr(plan, lever.field) != lever.off
-    ]
-    return ", ".join([f"micro-batch {plan.micro_batch}", *on]).replace(" True", " on")
+    """A plan in words: its micro-batch, and the levers that are on."""
+    on = {
+        lever.name: getattr(plan, lever.field) for lever in LEVERS.values() if getattr(plan, lever.field) != lever.off
+    }
+    shown = [name if value is True or value == "host" else f"{name} {value}" for name, value in on.items()]
+    return ", ".join([f"micro-batch {plan.micro_batch}", *shown])
 
 
 def _changes(space: Space) -> Iterator[Change]:

@@ -50,7 +50,7 @@ def test_updates_in_backward_look_at_the_loss_before(tiny: dict[str, Any], monke
     recipe = changed(tiny, **pins)
     del recipe["data"]["valid_path"]
     with pytest.raises(
-        DivergedError, match=r"step 1: the loss is inf; nothing was updated.*no checkpoint yet"
+        DivergedError, match=r"(?s)step 1: the loss is inf; nothing was updated.*no checkpoint yet"
     ) as caught:
         finetune.run(recipe)
     assert "norm" not in str(caught.value).splitlines()[0]
@@ -90,11 +90,13 @@ def test_a_run_warns_of_a_spike(tiny: dict[str, Any], tmp_path: Path, capfd: pyt
     same = [{"instruction": "a cat", "input": "", "output": "a dog"}] * 119
     odd = {"instruction": "a cat", "input": "", "output": "QZ#~}{ @@ WQX \\\\ 901 %%"}
     write_jsonl(tmp_path / "train.jsonl", [*same[:60], odd, *same[60:]])
-    recipe = changed(tiny, train={"batch": 4, "epochs": 1}, optimizer__lr=3e-2)
+    recipe = changed(tiny, train={"batch": 4, "epochs": 3}, adapter={"kind": "none"})
     del recipe["data"]["valid_path"]
     finetune.run(recipe)
     warned = [line for line in capfd.readouterr().err.splitlines() if "its median over the last" in line]
-    assert len(warned) == 1
+    # Epoch 0 meets it before there is a past, and epochs 1 and 2 once each.
+    assert len(warned) == 2
+    assert all(" 60" in line.partition("rows")[2] for line in warned)
 
 
 def test_zero_gradients_are_told_once_by_name_and_lora_does_not_cry_wolf(

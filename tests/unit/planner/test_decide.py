@@ -123,14 +123,14 @@ def test_a_smaller_budget_never_gives_a_faster_or_larger_plan() -> None:
 
 
 def test_the_same_input_gives_the_same_plan_and_quickly() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert chosen().plan == chosen().plan
     large = decide(
         recipe(train__batch=512, model__base="nf4"), SHAPES["llama3-70b"], parse("8x80GB"), 8, 2048, optimizers
     )
     assert large.plan.ranks == 8
     assert large.plan.micro_batch <= 64
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(
