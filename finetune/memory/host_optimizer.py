@@ -55,15 +55,20 @@ def slowdown(case: Case) -> float:
 
 
 def step_only(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """The optimizer's step for these parameters alone, as its own code does it: the groups are narrowed meanwhile."""
+    """The optimizer's step for these parameters alone, as its own code does it: the others' gradients are hidden meanwhile.
+
+    Every optimizer leaves a parameter without a gradient alone, whatever it keeps beside its groups.
+    """
     wanted = {id(parameter) for parameter in parameters}
-    groups = optimizer.param_groups
-    narrowed = [{**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in groups]
-    optimizer.param_groups = [group for group in narrowed if group["params"]]
+    others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in wanted]
+    hidden = [(parameter, parameter.grad) for parameter in others if parameter.grad is not None]
+    for parameter, _ in hidden:
+        parameter.grad = None
     try:
         optimizer.step()
     finally:
-        optimizer.param_groups = groups
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
 
 
 def belongs_on_host(parameter: nn.Parameter, value: Any) -> bool:
