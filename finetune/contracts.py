@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,16 +99,21 @@ class Bytes:
 class Plan:
     """How a recipe runs on this machine. Nothing in it changes the mathematics.
 
-    `micro_batch` is rows a forward pass on one rank; `loss_chunk` is positions whose logits exist at once (0: all);
+    `micro_batch` is rows a forward pass on one rank; `activation_checkpointing` N (2 and more) keeps the activations of
+    every N-th block, `selective` those of attention's output; `loss_chunk` is positions whose logits exist at once (0: all);
     `ranks` is the number of data-parallel processes; `attention` the kernel of fast blocks.
     """
 
     device: str
     micro_batch: int
-    activation_checkpointing: bool
+    activation_checkpointing: bool | int | Literal["selective"]
     loss_chunk: int
     fast_block: bool = False
     attention: str = "auto"
+    activation_offload: bool = False
+    optimizer_in_backward: bool = False
+    optimizer_placement: Literal["device", "host"] = "device"
+    embedding_placement: Literal["device", "host"] = "device"
     weights: str = "resident"
     ranks: int = 1
     reasons: tuple[str, ...] = ()
@@ -189,7 +194,8 @@ class Model:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; counts and loss are over all ranks."""
+    """What one optimizer step did; counts and loss are over all ranks. `skipped`: an fp16 step whose gradient was not
+    finite, so nothing was updated; `loss_scale` is the one it was made with (None outside fp16)."""
 
     step: int
     loss: float
@@ -199,6 +205,8 @@ class StepResult:
     grad_norm: float
     seconds: float
     data_wait: float
+    skipped: bool = False
+    loss_scale: float | None = None
 
 
 @dataclass(frozen=True)

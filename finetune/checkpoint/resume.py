@@ -7,7 +7,7 @@ instead of landing on the wrong tensors. No pickle: tensors go to safetensors, t
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -61,11 +61,12 @@ def restore_optimizer(
     tensors: Mapping[str, Tensor],
     facts: Mapping[str, Any],
     remedy: str = "",
+    on_host: Callable[[nn.Parameter, Tensor], bool] | None = None,
 ) -> None:
     """Gives the optimizer the state that `optimizer_tensors` took; the next step is then the one that would have been.
 
     CheckpointError when another kind of optimizer saved it, or for other parameters or shapes; then nothing was changed.
-    The saved tensors are copied.
+    The saved tensors are copied. Those that `on_host` names stay on the host.
     """
     kind = type(optimizer).__name__
     if facts["optimizer"] != kind:
@@ -86,6 +87,8 @@ def restore_optimizer(
                 restored[key] = value
                 continue
             device = _device_of(key, parameter, options[id(parameter)])
+            if on_host is not None and on_host(parameter, value):
+                device = torch.device("cpu")
             if (id(value), device) not in copies:
                 copies[id(value), device] = value.to(device, copy=True)
             restored[key] = copies[id(value), device]

@@ -23,14 +23,15 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 NOT_BUILT: dict[str, tuple[object, ...]] = {
     "plan.weights": ("auto", "resident"),
     "plan.resident_blocks": ("auto",),
-    "plan.activation_offload": ("auto", False),
-    "plan.optimizer_placement": ("auto", "device"),
     "plan.compile": ("auto", False),
     "plan.shard": ("auto", 1),
     "plan.tensor": ("auto", 1),
     "plan.context": ("auto", 1),
 }
 """Plan choices that this version lacks: the values that it does have."""
+
+LAUNCHED_PRECISIONS = ("bf16", "fp16")
+"""Values of the launcher's --mixed_precision that are followed."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,25 @@ def _schedule(recipe: Recipe) -> Problems:
         yield Problem(("schedule.decay", "schedule.name"), what, "write schedule.name=wsd, or leave schedule.decay out")
 
 
+def _levers(recipe: Recipe) -> Problems:
+    """What no plan can keep; the planner knows the rest."""
+    if recipe.plan.optimizer_in_backward is True:
+        key, remedy = "plan.optimizer_in_backward", "leave one of the two out"
+        if recipe.train.max_grad_norm is not None:
+            what = f"updates in backward come before the gradient's norm is known, and it is clipped at {recipe.train.max_grad_norm:g}"
+            yield Problem((key, "train.max_grad_norm"), what, "write train.max_grad_norm=none, or leave it out")
+        if recipe.model.precision == "fp16":
+            yield Problem((key, "model.precision"), "fp16 skips steps whose gradient overflows", remedy)
+        if recipe.train.batch_tokens is not None:
+            what = (
+                "updates in backward need one micro-batch a step, and a step of so many tokens has as many rows as fit"
+            )
+            yield Problem((key, "train.batch_tokens"), what, "give train.batch")
+    if recipe.plan.embedding_placement == "host" and recipe.adapter.kind == "none":
+        what = "only a frozen embedding can be kept on the host, and adapter.kind is none"
+        yield Problem(("plan.embedding_placement", "adapter.kind"), what, "leave one of the two out")
+
+
 RULES: tuple[Callable[[Recipe], Problems], ...] = (
     _batch,
     methods.adapter,
@@ -218,6 +238,7 @@ RULES: tuple[Callable[[Recipe], Problems], ...] = (
     _streaming,
     _schedule,
     _evaluation,
+    _levers,
     _built,
 )
 
@@ -269,12 +290,12 @@ def _launch_precision(recipe: Recipe, launch: Launch) -> Problems:
     if wanted is None:
         return
     source = _launcher(launch, f"--mixed_precision {wanted}")
-    if wanted != "bf16":
-        what = f"{wanted} is asked for by {source}; this program computes in bf16 or fp32"
-        yield Problem((key,), what, "launch with --mixed_precision bf16 or no")
-    elif own not in ("auto", "bf16"):
-        what = f"the recipe says {own}, {source} says bf16"
-        yield Problem((key,), what, f"launch with --mixed_precision no, or write {key}=bf16")
+    if wanted not in LAUNCHED_PRECISIONS:
+        what = f"{wanted} is asked for by {source}; this program computes in bf16, fp16, tf32 or fp32"
+        yield Problem((key,), what, "launch with --mixed_precision bf16, fp16 or no")
+    elif own not in ("auto", wanted):
+        what = f"the recipe says {own}, {source} says {wanted}"
+        yield Problem((key,), what, f"launch with --mixed_precision no, or write {key}={wanted}")
 
 
 def accumulated_rows(recipe: Recipe, launch: Launch) -> int | None:
@@ -340,8 +361,8 @@ def resolve_launch(recipe: Recipe, launch: Launch) -> Recipe:
     Promises nothing for a recipe and a launch that `check` finds fault with. Doing it twice changes nothing.
     """
     updates: dict[str, object] = {}
-    if launch.mixed_precision == "bf16" and recipe.model.precision == "auto":
-        updates["model"] = recipe.model.model_copy(update={"precision": "bf16"})
+    if launch.mixed_precision in LAUNCHED_PRECISIONS and recipe.model.precision == "auto":
+        updates["model"] = recipe.model.model_copy(update={"precision": launch.mixed_precision})
     if launch.use_cpu and recipe.device == "auto":
         updates["device"] = "cpu"
     rows = accumulated_rows(recipe, launch)

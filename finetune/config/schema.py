@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from finetune.config.values import (
+    AutoBlocks,
     AutoCount,
     AutoSwitch,
     AutoWhole,
@@ -46,8 +47,10 @@ class ModelSection(Section):
     """A hub id, a folder, or builtin:NAME."""
     revision: OptionalText = None
     """The hub revision (branch, tag or commit)."""
-    precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Compute precision. auto: bf16 on a GPU that has it, fp32 on a CPU. `trained` says how trained weights are kept."""
+    precision: Literal["auto", "bf16", "fp32", "tf32", "fp16"] = "auto"
+    """Compute precision. auto: bf16 on a GPU that has it, fp32 on a CPU. `trained` says how trained weights are kept. tf32: fp32
+    with matrix products of 10-bit mantissas. fp16: for GPUs without bf16; the loss is scaled, and steps that overflow are
+    skipped and counted."""
     trained: Literal["fp32", "stochastic", "split", "bf16"] = "fp32"
     """How trained weights are kept (adapter.kind=none). stochastic: in bf16, each update rounded up or down by a keyed draw.
     split: in bf16 with the lower 16 bits held by the optimizer. bf16: plain, where small updates are lost."""
@@ -230,8 +233,9 @@ class PlanSection(Section):
     """bitwise: only choices that change no bit of the result."""
     micro_batch: AutoCount = "auto"
     """Rows in one forward pass on one process."""
-    activation_checkpointing: AutoSwitch = "auto"
-    """Keep only each block's input and recompute the rest in the backward pass."""
+    activation_checkpointing: AutoBlocks = "auto"
+    """Keep only each block's input and recompute the rest in the backward pass. N: every N-th block keeps all of its
+    activations; selective: attention's output is kept too."""
     loss_chunk: AutoWhole = "auto"
     """Positions whose logits exist at once; 0: all."""
     weights: Literal["auto", "resident", "streamed"] = "auto"
@@ -239,13 +243,20 @@ class PlanSection(Section):
     resident_blocks: AutoWhole = "auto"
     """With streamed weights: blocks that stay on the device."""
     activation_offload: AutoSwitch = "auto"
-    """Keep block inputs in host memory."""
+    """Keep block inputs (without checkpointing: all large activations of blocks) in host memory until their backward."""
+    optimizer_in_backward: AutoSwitch = "auto"
+    """Update each parameter as soon as its gradient is complete. Needs train.max_grad_norm=none and one micro-batch."""
     optimizer_placement: Literal["auto", "device", "host"] = "auto"
-    """Where optimizer state lives."""
+    """Where optimizer state lives; from the host it passes through the GPU during the update."""
+    embedding_placement: Literal["auto", "device", "host"] = "auto"
+    """Where a frozen, untied embedding lives; from the host only the rows of a batch are sent."""
     fast_block: AutoSwitch = "auto"
     """Run decoder layers through this toolkit's fused operations: on a GPU, where the model's form is known."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """The attention kernel of fast blocks. auto: torch's own order; flash gives the same bits again."""
+    probe: AutoSwitch = "auto"
+    """Try forward and backward of the longest rows before the first step, so that too little memory shows at once. auto: on a
+    GPU."""
     compile: AutoSwitch = "auto"
     """Compile the blocks."""
     data: AutoCount = "auto"

@@ -107,6 +107,14 @@ def _auto_whole(value: Any) -> Any:
     return "auto" if _auto(value) == "auto" else _whole(value)
 
 
+def _blocks(value: Any) -> Any:
+    """A count of blocks from 2 on stays a number; 0 and 1, and words, are read as switches or refused."""
+    value = _auto(value)
+    if isinstance(value, str) and re.fullmatch(r"[0-9]+", value) and int(value) > 1:
+        return int(value)
+    return value
+
+
 def _bytes(value: Any) -> Any:
     """`8GiB`, `24GB`, `512MiB`, a bare number of bytes, or `auto`."""
     if _auto(value) == "auto":
@@ -176,5 +184,10 @@ AutoWhole = Annotated[
     Annotated[int, Field(ge=0)] | Literal["auto"],
     BeforeValidator(_auto_whole),
     Wants("a whole number of at least 0, or auto"),
+]
+AutoBlocks = Annotated[
+    bool | Annotated[int, Field(ge=2)] | Literal["auto", "selective"],
+    BeforeValidator(_blocks),
+    Wants("true, false, selective, a whole number of at least 2, or auto"),
 ]
 AutoSwitch = Annotated[bool | Literal["auto"], BeforeValidator(_auto), Wants("true, false or auto")]

@@ -11,7 +11,7 @@ from collections import Counter
 
 from finetune.contracts import Shape
 from finetune.memory import fast_block
-from finetune.memory.storage import Storage, Work, adapter_tensors, place_of
+from finetune.memory.storage import Storage, Work, adapter_elements, place_of
 
 
 def boundary(shape: Shape, storage: Storage) -> int:
@@ -60,7 +60,7 @@ def cast_weights(shape: Shape, storage: Storage) -> int:
         return storage.compute * linears // max(1, storage.live_blocks(shape))
     if storage.trained:
         return storage.compute * shape.linear_parameters
-    return storage.compute * (sum(adapter_tensors(shape, storage)) // shape.blocks)
+    return storage.compute * (adapter_elements(shape, storage) // shape.blocks)
 
 
 def unsaved_by_first(shape: Shape, storage: Storage, work: Work) -> int:

@@ -1,52 +1,97 @@
-"""Activation checkpointing: keep only each block's input, run the block again for its backward.
+"""Activation checkpointing: keep only a block's input, run the block again for its backward.
 
-Saves nearly all of what blocks keep, for one more forward of the blocks. Bitwise: the recomputation runs the same
-operations on the same input (random draws inside a block are keyed, and the generator's state is restored besides).
-Always the non-reentrant kind: the other loses gradients when a block's input needs none (case B132).
+Saves nearly all of what blocks keep, for one more forward of the blocks. Between all and nothing stand two more modes:
+N lets every N-th block keep its activations, and `selective` keeps attention's output, so that the recomputation
+leaves attention out. Bitwise: the recomputation runs the same operations on the same input (random draws inside a block
+are keyed, and the generator's state is restored besides). Always the non-reentrant kind: the other loses gradients when
+a block's input needs none (case B132).
+
+Every block that transformers lets checkpoint calls a function of ours with its own forward; so any architecture whose
+layers are `GradientCheckpointingLayer`s works, whatever is inside of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from finetune.contracts import Shape
 from finetune.errors import ModelError
 from finetune.memory.activations import boundary, saved_by_block, unsaved_by_first
-from finetune.memory.storage import Storage, Work
+from finetune.memory.case import Case
+from finetune.memory.storage import Storage, Work, place_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-ENABLE = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-DISABLE = ("activation_checkpointing_disable", "gradient_checkpointing_disable")
-"""The method's name in new and in older transformers; the first that a class has is called, so none warns."""
+    from finetune.memory.offload import Offload
+
+Mode = bool | int | str
+"""False, True, N (2 and more: every N-th block keeps its activations) or `selective`."""
+SELECTIVE_SHARE = 0.01
+"""What selective adds to a step beside the recomputation: every operation of a block passes through Python. Assumed."""
+ATTENTION_OPERATIONS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+"""The operations of torch.ops.aten, on GPU and CPU, whose outputs `selective` keeps."""
 
 
-def kept_bytes(shape: Shape, storage: Storage, work: Work, on: bool) -> int:
+def kept_blocks(blocks: int, mode: Mode) -> int:
+    """How many of the first `blocks` blocks keep all of their activations."""
+    if mode is False:
+        return blocks
+    return blocks // int(mode) if _counted(mode) else 0
+
+
+def _counted(mode: Mode) -> bool:
+    return isinstance(mode, int) and not isinstance(mode, bool)
+
+
+def attention_kept(shape: Shape, storage: Storage, work: Work) -> int:
+    """Bytes of one block's attention output and of the fp32 log-sums beside it."""
+    return work.tokens * shape.heads * (storage.compute * shape.head_dim + 4)
+
+
+def kept_bytes(shape: Shape, storage: Storage, work: Work, mode: Mode) -> int:
     """Bytes that all blocks keep between forward and backward."""
-    if on:
-        return shape.blocks * work.tokens * boundary(shape, storage)
-    return shape.blocks * saved_by_block(shape, storage, work) - unsaved_by_first(shape, storage, work)
+    whole = kept_blocks(shape.blocks, mode)
+    if mode is False:
+        return whole * saved_by_block(shape, storage, work) - unsaved_by_first(shape, storage, work)
+    each = work.tokens * boundary(shape, storage)
+    if mode == "selective":
+        each += attention_kept(shape, storage, work)
+    return (shape.blocks - whole) * each + whole * saved_by_block(shape, storage, work)
 
 
-def recomputed_bytes(shape: Shape, storage: Storage, work: Work, on: bool) -> int:
+def recomputed_bytes(shape: Shape, storage: Storage, work: Work, mode: Mode) -> int:
     """Bytes of the one block whose activations stand again during its backward; a fp32 input is the kept one itself."""
-    if not on:
+    if mode is False:
         return 0
     shared = work.tokens * boundary(shape, storage) if storage.stream == 4 else 0
+    if mode == "selective":
+        shared += attention_kept(shape, storage, work)
     return saved_by_block(shape, storage, work) - shared
 
 
-def saves(shape: Shape, storage: Storage, work: Work, on: bool) -> int:
+def saves(case: Case) -> int:
     """Bytes of a step's peak that the lever takes away (negative for a model of one block)."""
-    with_it = kept_bytes(shape, storage, work, on) + recomputed_bytes(shape, storage, work, on)
+    shape, storage, work, mode = case.shape, case.storage, case.work, case.plan.activation_checkpointing
+    with_it = kept_bytes(shape, storage, work, mode) + recomputed_bytes(shape, storage, work, mode)
     return kept_bytes(shape, storage, work, False) - with_it
 
 
+def attention_operations(shape: Shape, length: int) -> float:
+    """Operations a token of all blocks' causal attention: 2 x length x width."""
+    return shape.blocks * 2.0 * length * shape.heads * shape.head_dim
+
+
 def forward_operations(shape: Shape, length: int) -> float:
-    """Operations a token of all blocks' forward: two a weight, and 2 x length x width of causal attention."""
-    attention = 2.0 * length * shape.heads * shape.head_dim
-    return shape.blocks * (2.0 * shape.linear_parameters + attention)
+    """Operations a token of all blocks' forward: two a weight, and attention."""
+    return shape.blocks * 2.0 * shape.linear_parameters + attention_operations(shape, length)
 
 
 def step_operations(shape: Shape, storage: Storage, length: int) -> float:
@@ -55,53 +100,96 @@ def step_operations(shape: Shape, storage: Storage, length: int) -> float:
     Backward of a linear costs one forward for its input's gradient and, where it trains, one for its own; backward of
     attention two and a half forwards.
     """
-    attention = shape.blocks * 2.0 * length * shape.heads * shape.head_dim
+    attention = attention_operations(shape, length)
     linears = forward_operations(shape, length) - attention
     head = 2.0 * shape.vocabulary * shape.hidden
     return linears * (3 if storage.trained else 2) + attention * 3.5 + head * (3 if storage.trained else 2)
 
 
-def slowdown(shape: Shape, storage: Storage, work: Work, on: bool) -> float:
+def slowdown(case: Case) -> float:
     """The share of a step's time that the lever adds."""
-    return forward_operations(shape, work.length) / step_operations(shape, storage, work.length) if on else 0.0
+    shape, length, mode = case.shape, case.length, case.plan.activation_checkpointing
+    again = forward_operations(shape, length)
+    if case.storage.fast:
+        # Its recomputation stops before the linear whose output no gradient needs.
+        again -= shape.blocks * 2.0 * sum(one.parameters for one in shape.linears if place_of(one, shape) == "mlp_out")
+    if mode == "selective":
+        again -= attention_operations(shape, length)
+    share = 1 - kept_blocks(shape.blocks, mode) / shape.blocks
+    extra = SELECTIVE_SHARE if mode == "selective" else 0.0
+    return share * again / step_operations(shape, case.storage, length) + extra
 
 
-def apply(module: nn.Module, on: bool = True) -> None:
-    """Switches checkpointing of every block of a transformers model, bare or inside peft, on or off.
+def apply(module: nn.Module, mode: Mode = True, offload: Offload | None = None) -> None:
+    """Sets how every block of a transformers model, bare or inside peft, keeps its activations; it may be called again.
 
     It works while the module is in training mode. Frozen embeddings are fine, and so is an adapter attached before or
-    after. ModelError names an architecture that does not support it.
+    after. With `offload`, what blocks keep goes to host memory. Blocks that say `recomputes_itself` are told by their
+    `recompute`; they have no selective mode. ModelError names an architecture that does not support it.
     """
-    model, method = _owner(module, ENABLE if on else DISABLE)
-    if not on:
-        getattr(model, method)()
-        _release_inputs(model)
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model = _owner(module)
+    if mode is False and offload is None and not getattr(model, "supports_gradient_checkpointing", True):
         return
     if not getattr(model, "supports_gradient_checkpointing", True):
-        raise ModelError(
-            f"{type(model).__name__} does not support activation checkpointing",
-            where="plan.activation_checkpointing",
-            remedy="plan.activation_checkpointing=false",
-        )
-    getattr(model, method)({"use_reentrant": False})
-    _release_inputs(model)
+        raise _unsupported(f"{type(model).__name__} does not support activation checkpointing")
+    own: list[Any] = [part for part in module.modules() if getattr(part, "recomputes_itself", False)]
+    blocks = own or [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    if not blocks and (_counted(mode) or offload is not None):
+        raise _unsupported(f"{type(model).__name__} lets all blocks checkpoint or none")
+    whole = _way(mode is not False, mode)
+    model._set_gradient_checkpointing(mode is not False, partial(_run, whole, None))
+    for index, block in enumerate(blocks):
+        recompute = mode is not False and not (_counted(mode) and index % int(mode) == int(mode) - 1)
+        hooks = offload.place(index, len(blocks)) if offload is not None else None
+        block.gradient_checkpointing = recompute or hooks is not None
+        if own:
+            block.recompute = recompute
+        way = _plain if own else _way(recompute, mode)
+        block._gradient_checkpointing_func = partial(_run, way, hooks)
 
 
-def _owner(module: nn.Module, names: tuple[str, str]) -> tuple[Any, str]:
-    """The first module inside whose class has one of the methods (peft's wrappers only pass attributes through)."""
+def _run(way: Callable[..., Any], hooks: Callable[..., Any] | None, function: Callable[..., Any], *inputs: Any) -> Any:
+    """One block's forward; transformers calls this with the block's own forward and its inputs."""
+    if hooks is None:
+        return way(function, *inputs)
+    with hooks(function, inputs):
+        return way(function, *inputs)
+
+
+def _way(recompute: bool, mode: Mode) -> Callable[..., Any]:
+    if not recompute:
+        return _plain
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    if mode != "selective":
+        return partial(checkpoint, use_reentrant=False)
+    contexts = partial(create_selective_checkpoint_contexts, _attention_operations())
+    return partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
+
+def _plain(function: Callable[..., Any], *inputs: Any) -> Any:
+    return function(*inputs)
+
+
+def _attention_operations() -> list[Any]:
+    import torch
+
+    return [getattr(torch.ops.aten, name).default for name in ATTENTION_OPERATIONS]
+
+
+def _owner(module: nn.Module) -> Any:
+    """The transformers model inside (peft's wrappers only pass attributes through)."""
     for part in module.modules():
-        for name in names:
-            if hasattr(type(part), name):
-                return part, name
-    raise ModelError(
-        f"{type(module).__name__} has no {names[0]}: activation checkpointing needs a transformers model",
+        if hasattr(type(part), "_set_gradient_checkpointing"):
+            return part
+    raise _unsupported(f"{type(module).__name__} is no transformers model")
+
+
+def _unsupported(what: str) -> ModelError:
+    return ModelError(
+        what,
         where="plan.activation_checkpointing",
-        remedy="plan.activation_checkpointing=false",
+        remedy="plan.activation_checkpointing=false, plan.activation_offload=false",
     )
-
-
-def _release_inputs(model: Any) -> None:
-    """Takes back the hook that makes embeddings require a gradient: only re-entrant checkpointing needs it, and it
-    costs the first block's backward to its input."""
-    if hasattr(type(model), "disable_input_require_grads") and getattr(model, "_require_grads_hooks", None):
-        model.disable_input_require_grads()

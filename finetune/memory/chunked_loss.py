@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.contracts import IGNORED, Shape
 from finetune.errors import ModelError
 from finetune.kernels.logits_change import logits_change
+from finetune.memory.case import Case
 from finetune.memory.checkpointing import step_operations
 from finetune.memory.storage import Storage, Work
 
@@ -88,13 +89,15 @@ def loss_bytes(shape: Shape, storage: Storage, work: Work, chunk: int) -> int:
     return max(moment.total for moment in loss_moments(shape, storage, work, chunk))
 
 
-def saves(shape: Shape, storage: Storage, work: Work, chunk: int) -> int:
+def saves(case: Case) -> int:
     """Bytes of the loss that the lever takes away."""
-    return loss_bytes(shape, storage, work, 0) - loss_bytes(shape, storage, work, chunk)
+    shape, storage, work = case.shape, case.storage, case.work
+    return loss_bytes(shape, storage, work, 0) - loss_bytes(shape, storage, work, case.plan.loss_chunk)
 
 
-def slowdown(shape: Shape, storage: Storage, work: Work, chunk: int) -> float:
+def slowdown(case: Case) -> float:
     """The share of a step's time that the lever adds."""
+    shape, storage, work, chunk = case.shape, case.storage, case.work, case.plan.loss_chunk
     if chunk == 0 or (chunk >= work.tokens and not storage.own_head):
         return 0.0
     head = 2.0 * shape.vocabulary * shape.hidden

@@ -113,11 +113,11 @@ class Storage:
 
 
 def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu") -> Storage:
-    """The storage of a recipe at a resolved precision, `bf16` or `fp32`.
+    """The storage of a recipe at a resolved precision.
 
     InputError names adapter targets that match nothing.
     """
-    compute = 2 if precision == "bf16" else 4
+    compute = 2 if precision in ("bf16", "fp16") else 4
     trained = recipe.adapter.kind == "none"
     weight = 2 if trained and recipe.model.trained != "fp32" else 4
     blocks, head, embedding = (frozenset[str](), False, False) if trained else _targets(shape, recipe.adapter.targets)
@@ -235,6 +235,17 @@ def adapter_tensors(shape: Shape, storage: Storage) -> list[int]:
     return [storage.rank * width for pair in pairs for width in pair] + sizes
 
 
+def adapter_elements(shape: Shape, storage: Storage) -> int:
+    """Elements of all tensors of `adapter_tensors`, without listing them."""
+    inside = shape.blocks * sum(
+        linear.inputs + linear.outputs for linear in shape.linears if linear.name in storage.targets
+    )
+    outside = (storage.head_adapted + storage.embedding_adapted) * (shape.hidden + shape.vocabulary)
+    sizes = shape.blocks * sum(linear.outputs for linear in shape.linears if linear.name in storage.targets)
+    sizes += storage.head_adapted * shape.vocabulary + storage.embedding_adapted * shape.hidden
+    return storage.rank * (inside + outside) + storage.dora * sizes
+
+
 def trained_tensors(shape: Shape, storage: Storage) -> list[tuple[int, str]]:
     """Elements and role (`embedding`, `head`, `block`, `extra`) of every trained tensor."""
     own = list(storage.part.tensors) if storage.part is not None else []
@@ -261,7 +272,7 @@ def weight_bytes(shape: Shape, storage: Storage) -> int:
     if storage.trained:
         part = shape.parameters if storage.part is None else own
         return storage.weight * part + storage.frozen * (shape.parameters - part)
-    adapter = 4 * (sum(adapter_tensors(shape, storage)) * (2 if storage.doubled else 1) + own)
+    adapter = 4 * (adapter_elements(shape, storage) * (2 if storage.doubled else 1) + own)
     if not storage.coded:
         return storage.frozen * shape.parameters + adapter
     linears = shape.blocks * shape.linear_parameters

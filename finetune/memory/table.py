@@ -9,9 +9,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from finetune.contracts import Shape
-from finetune.memory import checkpointing, chunked_loss
-from finetune.memory.storage import Storage, Work
+from finetune.memory import (
+    checkpointing,
+    chunked_loss,
+    host_embedding,
+    host_optimizer,
+    offload,
+    step_in_backward,
+)
+from finetune.memory.case import Case
 
 Exactness = Literal["bitwise", "reordered sums", "other roundings"]
 
@@ -19,15 +25,17 @@ Exactness = Literal["bitwise", "reordered sums", "other roundings"]
 @dataclass(frozen=True)
 class Lever:
     """One row. `field` is the key under `plan.` and the Plan's field; `saves` gives bytes of the step's peak and
-    `slowdown` the share of a step's time, for a value against "off"; `exact` is the class of what it changes."""
+    `slowdown` the share of a step's time, for the value that the case's plan has, against "off"; `exact` is the class of
+    what it changes. `to_host`: it moves bytes to the host, so it frees nothing where the device is the host."""
 
     name: str
     field: str
     choices: tuple[Any, ...]
-    saves: Callable[[Shape, Storage, Work, Any], int]
-    slowdown: Callable[[Shape, Storage, Work, Any], float]
+    saves: Callable[[Case], int]
+    slowdown: Callable[[Case], float]
     exact: Exactness
     note: str
+    to_host: bool = False
 
     @property
     def off(self) -> Any:
@@ -40,7 +48,7 @@ LEVERS: dict[str, Lever] = {
         Lever(
             "activation checkpointing",
             "activation_checkpointing",
-            (False, True),
+            (False, 2, 4, "selective", True),
             checkpointing.saves,
             checkpointing.slowdown,
             "bitwise",
@@ -54,6 +62,45 @@ LEVERS: dict[str, Lever] = {
             chunked_loss.slowdown,
             "reordered sums",
             "makes the logits of so many positions at a time",
+        ),
+        Lever(
+            "activation offload",
+            "activation_offload",
+            (False, True),
+            offload.saves,
+            offload.slowdown,
+            "bitwise",
+            "keeps what blocks leave for backward in host memory",
+            to_host=True,
+        ),
+        Lever(
+            "step in backward",
+            "optimizer_in_backward",
+            (False, True),
+            step_in_backward.saves,
+            step_in_backward.slowdown,
+            "bitwise",
+            "updates each parameter when its gradient is complete; a diverging step is not undone",
+        ),
+        Lever(
+            "optimizer on the host",
+            "optimizer_placement",
+            ("device", "host"),
+            host_optimizer.saves,
+            host_optimizer.slowdown,
+            "bitwise",
+            "keeps optimizer state in host memory; it passes through the GPU in the update",
+            to_host=True,
+        ),
+        Lever(
+            "embedding on the host",
+            "embedding_placement",
+            ("device", "host"),
+            host_embedding.saves,
+            host_embedding.slowdown,
+            "bitwise",
+            "keeps a frozen embedding in host memory and sends the rows of a batch",
+            to_host=True,
         ),
     )
 }

@@ -33,7 +33,7 @@ from finetune.models.verify import verify
 
 __all__ = ["align_generation", "load_base", "load_config", "load_model", "load_tokenizer", "stop_tokens"]
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 
 CHATS = ("messages", "sharegpt", "chatml", "llama3", "mistral", "qwen", "gemma")
 """Data templates whose rows are conversations, so that the chat tokens stand in every row."""
@@ -78,8 +78,8 @@ def load_model(
 ) -> Model:
     """The recipe's model on `device`, with its adapter, checked, in eval mode; `notices` say what was decided.
 
-    precision fp32: everything in fp32. bf16: frozen weights in bf16, trained weights as `model.trained` says (fp32: the
-    trainer computes under autocast). Random first weights come from train.seed alone (case B116). `shape` saves
+    precision fp32, tf32: everything in fp32. bf16, fp16: frozen weights in it, trained weights as `model.trained` says (fp32:
+    the trainer computes under autocast; case B125). Random first weights come from train.seed alone (case B116). `shape` saves
     counting it again; `tokenizer` is the one that rows were written with, and may carry a chat template that the folder lacks.
     training=False keeps all weights in the compute precision and skips the refusals that only training needs.
     Raises ModelError.
@@ -93,19 +93,15 @@ def load_model(
     own, new_ids, notices = _tokenizer(section)
     tokenizer = own if tokenizer is None else tokenizer
     whole = training and recipe.adapter.kind == "none"
-    if whole and section.base != "same":
-        raise ModelError(
-            f"model.base={section.base} stores frozen weights, but adapter.kind=none trains every parameter",
-            where="model.base",
-            remedy="set adapter.kind=lora, or model.base=same",
-        )
+    _check_base(section, whole)
     trained = trained_dtype(section, precision) if whole else DTYPES[precision]
     partial, dtype = whole and is_partial(recipe.train), trained
     if partial and (source.random or _stored_dtype(config) == DTYPES[precision]):
         dtype = DTYPES[precision]  # nothing is lost, and the frozen part is never held in fp32
     stored = check_stored(config, section.base, section.path)
     notices += [stored] if stored else []
-    notices += _precision_notices(config, dtype, section, whole and not partial and precision == "bf16")
+    narrow = precision if whole and not partial and precision in ("bf16", "fp16") else None
+    notices += _precision_notices(config, dtype, section, narrow)
     with seeded(recipe.train.seed):
         base, loading = _base(recipe, source, config, dtype, torch.device(device))
     notices += loading + give_rows(base, new_ids)
@@ -124,10 +120,21 @@ def load_model(
     model = assemble(module, tokenizer, shape, source.name, tuple(notices))
     model.module.eval()
     # Where whole layers in fp32 meet frozen ones in bf16, only autocast makes them one model, as in training.
-    mixed = precision == "bf16" and len({p.dtype for n, p in module.named_parameters() if ".lora_" not in n}) > 1
-    with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=mixed):
+    mixed = (
+        precision in ("bf16", "fp16") and len({p.dtype for n, p in module.named_parameters() if ".lora_" not in n}) > 1
+    )
+    with torch.autocast(torch.device(device).type, DTYPES[precision], enabled=mixed):
         verify(model, packed=recipe.data.pack, training=training)
     return model
+
+
+def _check_base(section: ModelSection, whole: bool) -> None:
+    if whole and section.base != "same":
+        raise ModelError(
+            f"model.base={section.base} stores frozen weights, but adapter.kind=none trains every parameter",
+            where="model.base",
+            remedy="set adapter.kind=lora, or model.base=same",
+        )
 
 
 def load_base(recipe: Recipe, device: torch.device | str, precision: Precision) -> str | nn.Module:
@@ -237,7 +244,7 @@ def _check_vocabulary(base: Any, tokenizer: Any, section: ModelSection) -> None:
 
 
 TRAINED_NOTICES = {
-    "fp32": "weights are held in fp32, products are made in bf16 (autocast)",
+    "fp32": "weights are held in fp32, products are made in {precision} (autocast)",
     "stochastic": "weights and gradients are bf16; each update is made in fp32 and rounded up or down by a keyed draw",
     "split": "weights and gradients are bf16; the optimizer holds the other 16 bits of each weight, so updates are those of fp32",
     "bf16": "weights and gradients are plain bf16: updates smaller than 1/512 of a weight are lost, so at small learning rates "
@@ -250,21 +257,21 @@ def trained_dtype(section: ModelSection, precision: Precision) -> torch.dtype:
     """The dtype of weights that are trained. ModelError for 16-bit weights that would be computed with in fp32."""
     if section.trained == "fp32":
         return torch.float32
-    if precision == "fp32":
+    if precision != "bf16":
         raise ModelError(
-            f"model.trained={section.trained} keeps weights in bf16, and this run computes in fp32",
+            f"model.trained={section.trained} keeps weights in bf16, and this run computes in {precision}",
             where="model.trained",
             remedy="model.precision=bf16, or model.trained=fp32",
         )
     return torch.bfloat16
 
 
-def _precision_notices(config: Any, dtype: torch.dtype, section: ModelSection, whole: bool) -> list[str]:
+def _precision_notices(config: Any, dtype: torch.dtype, section: ModelSection, narrow: str | None) -> list[str]:
     notices = []
     stored = _stored_dtype(config)
     short = str(dtype).removeprefix("torch.")
-    if whole:
-        notices.append(f"every parameter is trained: {TRAINED_NOTICES[section.trained]}")
+    if narrow:
+        notices.append(f"every parameter is trained: {TRAINED_NOTICES[section.trained].format(precision=narrow)}")
         if section.trained != "fp32" and stored not in (None, torch.bfloat16):
             kind = str(stored).removeprefix("torch.")
             notices.append(f"weights are stored in {kind}; what bf16 cannot show of them is rounded away at loading")

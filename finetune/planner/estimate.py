@@ -8,12 +8,21 @@ the parts; this file only says which of them stand at the same time. On a CPU th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Bytes, Plan, Shape
-from finetune.memory import activations, checkpointing, chunked_loss
-from finetune.memory.storage import Storage, Work, storage_of, trained_tensors, weight_bytes
+from finetune.memory import (
+    activations,
+    checkpointing,
+    chunked_loss,
+    host_embedding,
+    host_optimizer,
+    offload,
+    step_in_backward,
+)
+from finetune.memory.case import Case, case_of
+from finetune.memory.storage import Storage, Work, storage_of, weight_bytes
 from finetune.planner.hardware import CONTEXT_BYTES
 
 StateBytes = Callable[[int, str], int]
@@ -40,7 +49,7 @@ HEAP_TENSOR = 32 * 2**20
 
 @dataclass(frozen=True)
 class Facts:
-    """What an estimate needs beside shape, recipe and plan: `longest_row` in tokens, `precision` bf16 or fp32, `rows`
+    """What an estimate needs beside shape, recipe and plan: `longest_row` in tokens, `precision` as resolved, `rows`
     of one rank's share of a step. `state_bytes` and `update_bytes` are the optimizer row's (none: those of torch's AdamW)."""
 
     longest_row: int
@@ -81,41 +90,62 @@ def estimate(shape: Shape, recipe: Recipe, plan: Plan, facts: Facts) -> Estimate
     process bytes are constants measured or assumed, named in this file.
     """
     storage = storage_of(shape, recipe, facts.precision, plan.device)
-    work = Work(plan.micro_batch, facts.longest_row)
-    tensors = trained_tensors(shape, storage)
+    case = case_of(shape, storage, plan, facts.longest_row, facts.rows, facts.state_bytes)
+    case = replace(case, update_bytes=facts.update_bytes)
+    return estimate_case(case, recipe.train.batch_tokens is not None)
+
+
+def estimate_case(case: Case, by_tokens: bool) -> Estimate:
+    """As `estimate`, of a case that is there already. `by_tokens`: a step is so many tokens, of any number of rows."""
+    shape, storage, plan = case.shape, case.storage, case.plan
     # Shorter rows than the longest make more micro-batches where a step is so many tokens.
-    several = facts.rows > plan.micro_batch or recipe.train.batch_tokens is not None
-    parts = _Parts(shape, storage, work, plan, sum(elements for elements, _ in tensors) * storage.weight, several)
-    weights = {"weights": weight_bytes(shape, storage)}
-    optimizer = {"optimizer": sum(facts.state_bytes(elements, role) for elements, role in tensors)}
-    largest = max((elements for elements, _ in tensors), default=0) * 4
-    run = Bytes(weights) + Bytes(optimizer)
+    several = case.rows > plan.micro_batch or by_tokens
+    parts = _Parts(case, case.gradients, step_in_backward.gradient_bytes(case), several)
+    embedded = host_embedding.saves(case)
+    weights = Bytes({"weights": weight_bytes(shape, storage) - embedded})
+    hosted = host_optimizer.saves(case)
+    largest = 4 * case.largest
+    run = weights + Bytes({"optimizer": case.state - hosted})
     phases = {
-        "load": Bytes(weights) + Bytes({"workspace": _staging(shape, storage)}),
-        "step": run + parts.widest((facts.update_bytes or _update_bytes)(largest // 4, plan.device)),
+        # Everything is loaded to the device first.
+        "load": weights + Bytes({"workspace": _staging(shape, storage) + embedded}),
+        "step": run + parts.widest((case.update_bytes or _update_bytes)(case.largest, plan.device)),
         "evaluate": run + parts.evaluation(),
         "save": run + Bytes({"workspace": largest if plan.device == "cpu" else 0}),
     }
     fixed = _fixed(plan)
     phases = {name: _with_allocator(phase, plan.device) + fixed for name, phase in phases.items()}
+    parked = _parked(case, hosted, embedded)
     if plan.device == "cpu":
-        phases["step"] += Bytes({"allocator": _heap(shape, storage, work)})
+        phases = {name: phase if name == "load" else phase + parked for name, phase in phases.items()}
+        phases["step"] += Bytes({"allocator": _heap(shape, storage, case.work)})
         return Estimate(phases, max(phases.values(), key=lambda phase: phase.total))
     largest_stored = max(shape.embedding_parameters, *(linear.parameters for linear in shape.linears), 1)
     staging = max(LOADING_TENSORS * largest_stored * (storage.weight if storage.trained else storage.frozen), largest)
-    return Estimate(phases, Bytes({"process": HOST_PROCESS["cuda"], "staging": staging}))
+    return Estimate(phases, Bytes({"process": HOST_PROCESS["cuda"], "staging": staging}) + parked)
+
+
+def _parked(case: Case, hosted: int, embedded: int) -> Bytes:
+    """What levers keep in host memory."""
+    causes = {}
+    if case.plan.activation_offload:
+        mode = case.plan.activation_checkpointing
+        causes["parked activations"] = offload.host_bytes(case.shape, case.storage, case.work, mode)
+    if hosted:
+        causes["parked optimizer"] = hosted
+    if embedded:
+        causes["parked embedding"] = embedded + host_embedding.staging_bytes(case.shape, case.storage, case.work)
+    return Bytes(causes)
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """The bytes that come and go within a step. `gradients`: those of every trained tensor; `several`: a step may
-    have more than one micro-batch."""
+    """The bytes that come and go within a step. `gradients`: those of every trained tensor, of which at most
+    `standing` exist at once; `several`: a step may have more than one micro-batch."""
 
-    shape: Shape
-    storage: Storage
-    work: Work
-    plan: Plan
+    case: Case
     gradients: int
+    standing: int
     several: bool
 
     def widest(self, update: int) -> Bytes:
@@ -123,17 +153,10 @@ class _Parts:
         return max(self._moments(update), key=lambda moment: moment.total)
 
     def _moments(self, update: int) -> list[Bytes]:
-        shape, storage, work = self.shape, self.storage, self.work
-        on = self.plan.activation_checkpointing
+        shape, storage, work, plan = self.case.shape, self.case.storage, self.case.work, self.case.plan
         outside = Bytes({"activations": activations.saved_outside(shape, storage, work)})
         kept = self._kept(shape.blocks)
-        forward, backward = chunked_loss.loss_moments(shape, storage, work, self.plan.loss_chunk)
-        block = Bytes(
-            {
-                "recomputation": checkpointing.recomputed_bytes(shape, storage, work, on),
-                "workspace": activations.block_workspace(shape, storage, work),
-            }
-        )
+        forward, backward = chunked_loss.loss_moments(shape, storage, work, plan.loss_chunk)
         head = storage.weight * shape.vocabulary * shape.hidden if storage.whole_head else 0
         last = (
             0
@@ -141,51 +164,82 @@ class _Parts:
             else storage.weight * (shape.block_parameters + (0 if shape.tied else shape.embedding_parameters))
         )
         norm = Bytes({"workspace": activations.norm_workspace(shape, storage, work)})
-        return [
+        passing = self._passing()
+        during = passing if plan.optimizer_in_backward else Bytes()
+        moments = [
             kept + outside + _loss(forward) + Bytes({"weight casts": self._forward_casts()}) + self._grown(0),
             kept + outside + _loss(backward) + self._grown(0),
-            kept + outside + norm + self._grown(head),
-            kept + block + self._grown(head),
-            self._kept(1) + block + self._grown(self.gradients - last),
-            Bytes({"gradients": self.gradients, "workspace": max(update, head)}),
+            kept + outside + norm + self._grown(head) + during,
+            *(moment + self._grown(head) + during for moment in self._block_moments()),
+            self._kept(1) + self._block(True) + self._grown(self.gradients - last) + during,
         ]
+        update_at = Bytes({"gradients": self.standing, "workspace": max(update, head)}) + passing
+        return [*moments, update_at]
+
+    def _block_moments(self) -> list[Bytes]:
+        """The last block's backward; where it keeps its activations, also that of the last block that is run again."""
+        shape, mode = self.case.shape, self.case.plan.activation_checkpointing
+        if checkpointing.kept_blocks(shape.blocks, mode) == checkpointing.kept_blocks(shape.blocks - 1, mode):
+            return [self._kept(shape.blocks) + self._block(True)]
+        first = [self._kept(shape.blocks) + self._block(False)]
+        return first if mode is False else [*first, self._kept(shape.blocks - 1) + self._block(True)]
+
+    def _block(self, again: bool) -> Bytes:
+        shape, storage, work, plan = self.case.shape, self.case.storage, self.case.work, self.case.plan
+        recomputed = checkpointing.recomputed_bytes(shape, storage, work, plan.activation_checkpointing) if again else 0
+        return Bytes({"recomputation": recomputed, "workspace": activations.block_workspace(shape, storage, work)})
 
     def _kept(self, blocks: int) -> Bytes:
         """What the first `blocks` blocks keep, and what stands as long as any of them does."""
-        on = self.plan.activation_checkpointing
-        kept = checkpointing.kept_bytes(self.shape, self.storage, self.work, on)
-        blocks = min(blocks, self.storage.live_blocks(self.shape))
-        if blocks < self.shape.blocks:
-            kept = min(kept, -(-kept * blocks // self.shape.blocks))
-        return Bytes({"boundaries" if on else "activations": kept}) + self._around()
+        shape, storage, work, plan = self.case.shape, self.case.storage, self.case.work, self.case.plan
+        mode = plan.activation_checkpointing
+        blocks = min(blocks, storage.live_blocks(shape))
+        if blocks < shape.blocks and checkpointing.kept_blocks(shape.blocks, mode) not in (0, shape.blocks):
+            shape = replace(shape, blocks=blocks)
+        kept = offload.device_bytes(shape, storage, work, mode, plan.activation_offload)
+        if blocks < shape.blocks:
+            kept = min(kept, -(-kept * blocks // (min(shape.blocks, 3) if plan.activation_offload else shape.blocks)))
+        return Bytes({"boundaries" if mode is True else "activations": kept}) + self._around()
 
     def _grown(self, grown: int) -> Bytes:
-        """Gradients: with several micro-batches all stand from the second on, with one they grow as activations go."""
+        """Gradients: with several micro-batches all stand from the second on, with one they grow as activations go.
+
+        Updated in backward, each is gone with the layer that it is of, whose workspace counts it.
+        """
+        if self.case.plan.optimizer_in_backward:
+            return Bytes({"gradients": 0})
         return Bytes({"gradients": self.gradients if self.several else grown})
 
+    def _passing(self) -> Bytes:
+        if self.case.plan.optimizer_placement != "host":
+            return Bytes()
+        return Bytes({"optimizer passing": host_optimizer.passing_bytes(self.case)})
+
     def _around(self) -> Bytes:
-        return Bytes({"batch": self._batch(), "attention mask": activations.attention_mask(self.storage, self.work)})
+        mask = activations.attention_mask(self.case.storage, self.case.work)
+        return Bytes({"batch": self._batch(), "attention mask": mask})
 
     def evaluation(self) -> Bytes:
         """The widest moment of a forward without gradients, with the step's micro-batch and chunks."""
-        shape, storage, work = self.shape, self.storage, self.work
-        loss, _ = chunked_loss.loss_moments(shape, storage, work, self.plan.loss_chunk, gradients=False)
+        shape, storage, work = self.case.shape, self.case.storage, self.case.work
+        loss, _ = chunked_loss.loss_moments(shape, storage, work, self.case.plan.loss_chunk, gradients=False)
         casts = Bytes({"weight casts": storage.live_blocks(shape) * activations.cast_weights(shape, storage)})
         blocks = Bytes({"workspace": activations.forward_workspace(shape, storage, work)})
         return self._around() + max(_loss(loss) + casts, blocks, key=lambda moment: moment.total)
 
     def _batch(self) -> int:
         # Token ids and labels, with document ids and positions where rows are packed; int64.
-        return self.work.tokens * 8 * (4 if self.storage.packed else 2)
+        return self.case.work.tokens * 8 * (4 if self.case.storage.packed else 2)
 
     def _forward_casts(self) -> int:
         """Autocast keeps a 16-bit copy of every trained weight until its context ends, after the loss.
 
-        Without checkpointing the same copies are counted among what the blocks keep.
+        Those of blocks that keep their activations are counted among these.
         """
-        if not self.plan.activation_checkpointing:
-            return 0
-        return self.storage.live_blocks(self.shape) * activations.cast_weights(self.shape, self.storage)
+        shape, mode = self.case.shape, self.case.plan.activation_checkpointing
+        live = self.case.storage.live_blocks(shape)
+        again = live - checkpointing.kept_blocks(live, mode)
+        return again * activations.cast_weights(shape, self.case.storage)
 
 
 def _loss(moment: chunked_loss.LossBytes) -> Bytes:

@@ -5,11 +5,13 @@ A pin is a promise: it is kept or refused with the reason, never bent.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Shape
 from finetune.errors import InputError, NotBuiltError
+from finetune.memory import host_embedding, step_in_backward
 from finetune.memory.storage import Storage
 from finetune.memory.table import LEVERS, Lever
 
@@ -17,8 +19,6 @@ EVEN_PARTS = 64
 """Parts into which a step's rows are tried to be split evenly."""
 BUILT: dict[str, tuple[Any, ...]] = {
     "weights": ("resident",),
-    "activation_offload": (False,),
-    "optimizer_placement": ("device",),
     "compile": (False,),
     "shard": (1,),
     "tensor": (1,),
@@ -62,13 +62,27 @@ def micro_batches(recipe: Recipe, rows: int, ranks: int) -> list[int]:
     return [pinned]
 
 
-def lever_choices(lever: Lever, recipe: Recipe, storage: Storage) -> tuple[Any, ...]:
-    """The values of a lever that may be tried: its pin, or all that the recipe allows."""
-    pinned = getattr(recipe.plan, lever.field)
-    allowed, reason = _allowed(lever, recipe, storage)
+@dataclass(frozen=True)
+class Allowance:
+    """What decides which values of a lever are exact for a recipe."""
+
+    recipe: Recipe
+    shape: Shape
+    storage: Storage
+    precision: str
+    ranks: int
+
+
+def lever_choices(lever: Lever, allowance: Allowance) -> tuple[Any, ...]:
+    """The values of a lever that may be tried: its pin, or all that the recipe allows and that can help."""
+    pinned = getattr(allowance.recipe.plan, lever.field)
+    reason = _forbidden(lever, allowance)
     if pinned == "auto":
-        return allowed
-    if pinned != lever.off and allowed == (lever.off,):
+        helps = not (lever.to_host and allowance.storage.device == "cpu")
+        choices = (lever.off,) if reason or not helps else lever.choices
+        return tuple(value for value in choices if not _senseless(value, allowance))
+    reason = reason or _senseless(pinned, allowance)
+    if pinned != lever.off and reason:
         raise InputError(
             f"plan.{lever.field}={_text(pinned)} {reason}",
             where=f"plan.{lever.field}",
@@ -77,12 +91,26 @@ def lever_choices(lever: Lever, recipe: Recipe, storage: Storage) -> tuple[Any, 
     return (pinned,)
 
 
-def _allowed(lever: Lever, recipe: Recipe, storage: Storage) -> tuple[tuple[Any, ...], str]:
+def _forbidden(lever: Lever, allowance: Allowance) -> str:
+    """Why a lever has to be off, as the end of a sentence; empty where it may be on."""
+    recipe, storage = allowance.recipe, allowance.storage
     if recipe.plan.exact == "bitwise" and lever.exact != "bitwise":
-        return (lever.off,), f"gives {lever.exact}, which plan.exact=bitwise forbids"
+        return f"gives {lever.exact}, which plan.exact=bitwise forbids"
     if lever.field == "loss_chunk" and storage.head_adapted and storage.dropout:
-        return (lever.off,), "would change the draws of the dropout on the head's adapter"
-    return lever.choices, ""
+        return "would change the draws of the dropout on the head's adapter"
+    if lever.field == "optimizer_in_backward":
+        return step_in_backward.refusal(recipe, allowance.precision, allowance.ranks)
+    if lever.field == "embedding_placement":
+        return host_embedding.refusal(allowance.shape, storage)
+    return ""
+
+
+def _senseless(value: Any, allowance: Allowance) -> str:
+    if value == "selective" and allowance.storage.eager:
+        return "keeps the output of torch's attention operations, which model.attention=eager does not use"
+    if value == "selective" and allowance.storage.fast:
+        return "is not what fast blocks do (plan.fast_block=false runs transformers' own, which can)"
+    return ""
 
 
 def pinned_fields(recipe: Recipe) -> list[str]:

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Plan
 from finetune.errors import InputError, NothingFitsError
+from finetune.memory.table import LEVERS
 from finetune.planner.estimate import Estimate
+from finetune.planner.space import Candidate, Space
 from finetune.planner.words import size
-
-if TYPE_CHECKING:
-    from finetune.planner.plan import Candidate, Space
 
 SHORTEST = 128
 """Tokens below which a shorter row is not proposed."""
-MECHANICS = ("micro_batch", "activation_checkpointing", "loss_chunk")
+MECHANICS = ("micro_batch", *(lever.field for lever in LEVERS.values()))
 
 
 @dataclass(frozen=True)
@@ -65,11 +63,19 @@ def refusal(space: Space, smallest: Candidate) -> PlanRefusedError:
     parts = ", ".join(f"{name} {size(count)}" for name, count in widest)
     what = (
         f"nothing fits: {space.shape.name} needs {size(need)} of {kind} at least, the budget is {size(limit)}, "
-        f"{size(gap)} too little. The smallest plan (micro-batch {plan.micro_batch}, checkpointing "
-        f"{'on' if plan.activation_checkpointing else 'off'}, loss chunk {plan.loss_chunk or 'off'}) is widest in "
+        f"{size(gap)} too little. The smallest plan ({_described(plan)}) is widest in "
         f"{'the host process' if on_host else phase}: {parts}"
     )
     return PlanRefusedError(plan, estimate, gap, tuple(_changes(space)), what)
+
+
+def _described(plan: Plan) -> str:
+    """A plan in words: its micro-batch, and the levers that are on."""
+    on = {
+        lever.name: getattr(plan, lever.field) for lever in LEVERS.values() if getattr(plan, lever.field) != lever.off
+    }
+    shown = [name if value is True or value == "host" else f"{name} {value}" for name, value in on.items()]
+    return ", ".join([f"micro-batch {plan.micro_batch}", *shown])
 
 
 def _changes(space: Space) -> Iterator[Change]:
@@ -113,8 +119,9 @@ def _tried(space: Space, keys: tuple[str, ...], recipe: Recipe, longest: int, no
         candidates = changed.candidates()
     except InputError as error:
         return Change(keys, 0, False, str(error))
-    fitting = [each for each in candidates if not changed.budget.lack(each.estimate)]
-    smallest = min(fitting or candidates, key=lambda each: each.bytes)
+    budget = changed.budget
+    fitting = [each for each in candidates if not budget.lack(each.estimate)]
+    smallest = min(fitting or candidates, key=lambda each: (budget.lack(each.estimate), each.bytes))
     return Change(keys, smallest.bytes, bool(fitting), note)
 
 

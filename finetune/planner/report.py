@@ -6,16 +6,18 @@ what the smallest needs. The dict has the keys that `plan --json` promises.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Bytes, Plan, Shape
-from finetune.memory.storage import Work, storage_of
+from finetune.memory.case import case_of
+from finetune.memory.storage import storage_of
 from finetune.memory.table import LEVERS
 from finetune.planner.hardware import Hardware
-from finetune.planner.plan import Candidate, Decision
+from finetune.planner.plan import Decision
 from finetune.planner.refusal import PlanRefusedError
+from finetune.planner.space import Candidate
 from finetune.planner.words import size
 
 if TYPE_CHECKING:
@@ -101,15 +103,16 @@ def _phases(decision: Decision) -> Table:
 
 
 def _levers(decision: Decision, shape: Shape, recipe: Recipe) -> Table:
-    storage = storage_of(shape, recipe, decision.precision, decision.plan.device)
-    work = Work(decision.plan.micro_batch, decision.facts.longest_row)
+    facts = decision.facts
+    storage = storage_of(shape, recipe, facts.precision, decision.plan.device)
+    case = case_of(shape, storage, decision.plan, facts.longest_row, facts.rows, facts.state_bytes)
     table = _table("Levers", "lever", "value", "saves", "costs", "exactness", "what it does")
     table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
     for lever in LEVERS.values():
         value = getattr(decision.plan, lever.field)
         on = value != lever.off
-        shown = value if on else lever.choices[1]
-        saved, cost = lever.saves(shape, storage, work, shown), lever.slowdown(shape, storage, work, shown)
+        shown = case if on else replace(case, plan=replace(case.plan, **{lever.field: lever.choices[-1]}))
+        saved, cost = lever.saves(shown), lever.slowdown(shown)
         verb = "" if on else "would: "
         label = {True: "on", False: "off"}.get(value, str(value)) if on else "off"
         table.add_row(lever.name, label, verb + size(saved), f"{verb}{cost:.0%}", lever.exact, lever.note)
@@ -117,7 +120,8 @@ def _levers(decision: Decision, shape: Shape, recipe: Recipe) -> Table:
 
 
 def _neighbours(decision: Decision) -> Table:
-    table = _table("Other plans", "plan", "micro-batch", "checkpointing", "loss chunk", "bytes", "time", "lacks")
+    table = _table("Other plans", "plan", "micro-batch", "levers", "bytes", "time", "lacks")
+    table.columns[2].justify, table.columns[2].no_wrap = "left", False
     chosen = Candidate(decision.plan, decision.estimate, 1.0)
     rows = [("smallest", decision.smallest), ("chosen", chosen)]
     if decision.next_faster:
@@ -127,13 +131,20 @@ def _neighbours(decision: Decision) -> Table:
         table.add_row(
             name,
             str(plan.micro_batch),
-            "on" if plan.activation_checkpointing else "off",
-            str(plan.loss_chunk or "off"),
+            _on(plan),
             size(each.bytes),
             f"{each.relative_seconds:.2f}x",
             size(decision.lacks) if name == "next faster" else "",
         )
     return table
+
+
+def _on(plan: Plan) -> str:
+    """The levers that a plan has on, by their keys."""
+    on = {
+        lever.field: getattr(plan, lever.field) for lever in LEVERS.values() if getattr(plan, lever.field) != lever.off
+    }
+    return ", ".join(field if value is True else f"{field}={value}" for field, value in on.items()) or "none"
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:

@@ -16,9 +16,13 @@ from finetune.contracts import Model, Plan
 from finetune.data.dataset import Splits
 from finetune.data.loader import Order, Position
 from finetune.kernels.keyed_dropout import DrawKey
+from finetune.kernels.precision import LossScale
 from finetune.machine.collectives import World
+from finetune.memory.host_rows import GivenIds
 from finetune.tasks.text import TextTask
+from finetune.telemetry.health import Health
 from finetune.telemetry.log import Log
+from finetune.train.assemble import Update
 
 
 class StopAskedError(Exception):
@@ -97,7 +101,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Job:
-    """One run's parts. `folder` is the run folder; `precision` is fp32 or bf16, resolved."""
+    """One run's parts. `folder` is the run folder; `precision` is resolved; `scale` is fp16's loss scale."""
 
     recipe: Recipe
     plan: Plan
@@ -109,7 +113,11 @@ class Job:
     task: TextTask
     model: Model
     optimizer: Optimizer
+    update: Update
     key: DrawKey
+    given: GivenIds | None
+    scale: LossScale | None
+    health: Health
     stop: StopSignal
     log: Log
     progress: Progress

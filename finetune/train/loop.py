@@ -24,6 +24,7 @@ from finetune.telemetry.log import StepProgress
 from finetune.telemetry.metrics import Metrics
 from finetune.train import state
 from finetune.train.job import Job, StopAskedError
+from finetune.train.probe import longest_rows, probe, wanted
 from finetune.train.step import train_step
 
 
@@ -54,10 +55,13 @@ class Loop:
         if job.progress.step and self._evaluate_if_due() and not self._ended:
             # The evaluation after this step was cut off by what stopped the run.
             state.save(job)
+        if wanted(job) and not self._ended:
+            self._probe()
         with StepProgress(job.log, self.steps, job.progress.step) as bar, ahead(job, self.steps) as steps:
             for loaded in steps:
                 result = self._step(loaded)
                 self._record(result, loaded.epoch, loaded.end)
+                self._watch(result, loaded.rows)
                 bar.step(result, memory.shown_bytes(job.world.device))
                 self._between_steps()
                 if self._ended:
@@ -66,6 +70,12 @@ class Loop:
     @property
     def _ended(self) -> bool:
         return self.job.progress.ended(self.steps, self.job.recipe.train.stop_after)
+
+    def _probe(self) -> None:
+        job, rows = self.job, longest_rows(self.job)
+        longest = int(job.splits.train.lengths[rows[0]])
+        with _memory_named(f"a trial of the longest rows before the first step ({longest} tokens; rows {rows[:8]})"):
+            probe(job, rows)
 
     def _step(self, loaded: Loaded) -> StepResult:
         with _memory_named(f"step {self.job.progress.step + 1} with rows {loaded.rows[:8].tolist()}"):
@@ -76,9 +86,10 @@ class Loop:
         progress.step, progress.epoch, progress.row = result.step, epoch, end
         progress.tokens += result.tokens
         progress.seconds += result.seconds
-        progress.loss_last = result.loss
-        if progress.loss_first is None:
-            progress.loss_first = result.loss
+        if not result.skipped:
+            progress.loss_last = result.loss
+            if progress.loss_first is None:
+                progress.loss_first = result.loss
         if self.metrics is not None:
             self.metrics.write(
                 {
@@ -93,8 +104,29 @@ class Loop:
                     "peak_gpu_bytes": memory.peak_gpu_bytes(job.world.device),
                     "host_bytes": memory.host_bytes(),
                     "data_wait": round(result.data_wait, 6),
+                    **self._scaling(result),
                 }
             )
+
+    def _scaling(self, result: StepResult) -> dict[str, float]:
+        """fp16's figures: the scale that the step was made with, and how many steps were skipped so far."""
+        scale = self.job.scale
+        if scale is None or result.loss_scale is None:
+            return {}
+        return {"loss_scale": result.loss_scale, "skipped_steps": scale.skipped}
+
+    def _watch(self, result: StepResult, rows: np.ndarray) -> None:
+        """Tells what the step's figures say of the run's health."""
+        job = self.job
+        if result.skipped and job.scale is not None:
+            job.log.notice(
+                f"step {result.step}: overflow in fp16, skipped ({job.scale.skipped} so far); the loss scale is now "
+                f"{job.scale.scale:g}"
+            )
+            return
+        spike = job.health.spike(result.step, result.loss, rows.tolist())
+        if spike:
+            job.log.warn(spike)
 
     def _between_steps(self) -> None:
         """Evaluates and saves where it is time. What ends the run is left to be saved when it is over."""
@@ -164,7 +196,8 @@ def _memory_named(where: str) -> Iterator[None]:
         raise NothingFitsError(
             f"the GPU ran out of memory in {where}",
             str(error).split(". ")[0],
-            "plan.micro_batch=1, plan.activation_checkpointing=true or a smaller data.max_tokens; "
+            "plan.micro_batch=1, plan.activation_checkpointing=true, plan.activation_offload=true or a smaller "
+            "data.max_tokens; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True wastes less where lengths vary; "
             "resume=auto goes on from the last checkpoint",
         ) from None
 

@@ -22,7 +22,7 @@ from finetune.data.own_chat import prepare_tokenizer
 from finetune.environment import Launch
 from finetune.errors import InputError, StoppedError
 from finetune.generate.evaluate import Evaluator
-from finetune.kernels.precision import DTYPES
+from finetune.kernels.precision import DTYPES, loss_scale
 from finetune.machine.collectives import World, join, leave
 from finetune.models.adapter_folder import as_planned
 from finetune.models.load import load_model, load_tokenizer
@@ -37,9 +37,10 @@ from finetune.planner.hardware import detect
 from finetune.planner.plan import Decision, decide
 from finetune.tasks.text import TextTask
 from finetune.telemetry import memory, metrics
+from finetune.telemetry.health import Health
 from finetune.telemetry.log import Log
 from finetune.train import finish, state
-from finetune.train.assemble import assemble
+from finetune.train.assemble import Update, assemble
 from finetune.train.folder import result_place, run_folder
 from finetune.train.job import Job, Progress, StopAskedError, StopSignal
 from finetune.train.loop import Loop
@@ -83,7 +84,8 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
     shape, planned = shape_for(recipe), as_planned(recipe)
     hardware = detect(world.device.type)
     longest = max(rows.longest_row for rows in (splits.train, *splits.evaluate.values()))
-    decision = world.agree(lambda: decide(planned, shape, hardware, ranks=world.size, longest_row=longest))
+    lengths = order.lengths[order.permutation(0)]
+    decision = world.agree(lambda: decide(planned, shape, hardware, world.size, longest, lengths))
     log.say(report.render(decision, shape, planned, hardware))
     for notice in state.check_plan(saved[1], decision.plan, decision.precision) if saved else []:
         log.notice(notice)
@@ -91,14 +93,15 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
     document = max(rows.longest_document for rows in (splits.train, *splits.evaluate.values()))
     for notice in (*model.notices, *check_lengths(model, longest, document)):
         log.notice(notice)
-    key = assemble(model, decision.plan, recipe.train.seed, decision.precision)
+    ready = assemble(model, decision.plan, recipe.train.seed, world.device, decision.precision)
     named, roles = model.trainable(), roles_of(model.module)
     optimizer = build(recipe.optimizer, named, roles, recipe.model.trained, recipe.train.seed)
     for notice in (*notices(recipe.optimizer, named, roles), *rate_notices(recipe.optimizer, recipe.train)):
         log.notice(notice)
     job = Job(
         recipe, decision.plan, world, decision.precision, folder, splits, order, TextTask(tokenizer.pad_token_id), model,
-        optimizer, key, StopSignal(log), log, progress,
+        optimizer, Update(model, optimizer, decision.plan, world.device), ready.key, ready.given,
+        loss_scale(decision.precision), Health(list(model.trainable())), StopSignal(log), log, progress,
     )  # fmt: skip
     world.agree(lambda: rehearse(job, decision))
     if saved:

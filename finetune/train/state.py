@@ -56,6 +56,7 @@ def _write(job: Job) -> Path:
 
 def _capture(job: Job) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
     parameters = job.model.trainable()
+    job.update.wait()
     optimizer, optimizer_facts = resume.optimizer_tensors(job.optimizer, parameters)
     random, random_facts = resume.random_state()
     tensors = {
@@ -70,6 +71,7 @@ def _capture(job: Job) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, An
         "recipe": job.recipe.model_dump(mode="json"),
         "data": job.splits.train.fingerprint,
         "precision": job.precision,
+        "loss_scale": job.scale.facts() if job.scale else None,
         "plan": {name: getattr(job.plan, name) for name in SHOWN_MECHANICS},
     }
     return tensors, facts
@@ -126,7 +128,13 @@ def restore(job: Job, tensors: dict[str, dict[str, torch.Tensor]], facts: dict[s
     next step draws."""
     parameters = job.model.trainable()
     resume.restore_parameters(parameters, tensors["trainable"])
-    resume.restore_optimizer(job.optimizer, parameters, tensors["optimizer"], facts["optimizer"])
+    resume.restore_optimizer(
+        job.optimizer, parameters, tensors["optimizer"], facts["optimizer"], on_host=job.update.keeps
+    )
+    job.update.settle()
+    if job.scale is not None:
+        for name, value in (facts.get("loss_scale") or {}).items():
+            setattr(job.scale, name, value)
     for name, value in facts["progress"].items():
         setattr(job.progress, name, value)
     job.progress.complete = False

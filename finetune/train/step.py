@@ -2,7 +2,7 @@
 
 The count of trained items is known from the labels and summed over the ranks before the first forward, so every
 micro-batch's loss is divided by the same number. The update happens only after the loss and the gradient norm were
-seen to be finite: a step that diverges changes nothing.
+seen to be finite: a step that diverges changes nothing. (With plan.optimizer_in_backward only the loss is seen before.)
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -17,10 +18,14 @@ from torch import Tensor
 
 from finetune.contracts import Batch, StepResult
 from finetune.data.prefetch import Loaded, load
-from finetune.errors import DataError, DivergedError
-from finetune.kernels.precision import compute
+from finetune.errors import DataError
+from finetune.kernels.precision import compute, products
 from finetune.optim.schedule import peak_rate, rate
+from finetune.train.diverged import diverged, overflowed
 from finetune.train.job import Job, StopAskedError
+
+SKIPPED_LIMIT = 20
+"""fp16 steps in a row that may overflow before the run stops: by then the loss scale is a millionth of its start."""
 
 
 def train_step(job: Job, rows: Sequence[int], steps: int, loaded: Loaded | None = None) -> StepResult:
@@ -28,7 +33,8 @@ def train_step(job: Job, rows: Sequence[int], steps: int, loaded: Loaded | None 
 
     `steps` is the length of the schedule; `loaded` are the rows' batches where they were made
     ahead. Raises StopAskedError before anything is done when any rank was asked to stop, and DivergedError before the
-    update when the loss or the gradient is not finite.
+    update when the loss or the gradient is not finite. Under fp16 such a step is skipped with a smaller loss scale, and
+    only SKIPPED_LIMIT of them in a row raise.
     """
     started = time.perf_counter()
     world, plan = job.world, job.plan
@@ -43,34 +49,66 @@ def train_step(job: Job, rows: Sequence[int], steps: int, loaded: Loaded | None 
         raise StopAskedError(job.stop.asked or "a signal on another rank")
     if count == 0:
         raise DataError("no token of this step is trained", f"rows {list(map(int, rows))[:8]}")
-    losses = [_backward(job, batch, count) for batch in batches]
-    gradients = _gradients(job)
-    world.sum_gradients(gradients)
-    norm = gradient_norm(gradients)
-    local = torch.stack(losses).sum() if losses else torch.zeros((), device=world.device)
-    local_loss, norm_value = torch.stack([local.float(), norm]).tolist()
-    loss = world.sum([local_loss])[0] / count
-    if not (math.isfinite(loss) and math.isfinite(norm_value)):
-        raise _diverged(job, batches, losses, loss, norm_value)
-    clip(gradients, norm_value, job.recipe.train.max_grad_norm)
     peak = peak_rate(job.recipe.optimizer, job.recipe.train)
     lr = rate(job.recipe.schedule, peak, job.progress.step, steps)
     for group in job.optimizer.param_groups:
         group["lr"] = lr * group["lr_factor"]
-    job.optimizer.step()
-    job.optimizer.zero_grad(set_to_none=True)
+    scale = job.scale.scale if job.scale else None
+    losses, norms_P = _gradients_of(job, batches, count)
+    local = torch.stack(losses).sum() if losses else torch.zeros((), device=world.device)
+    norm = torch.linalg.vector_norm(norms_P)
+    # One read of the device a step: whatever is watched is read with it.
+    local_loss, norm_value, zeros = torch.stack([local.float(), norm, job.health.count_zeros(norms_P)]).tolist()
+    loss = world.sum([local_loss])[0] / count
+    skipped = _judge(job, batches, losses, loss, norm_value)
+    if skipped:
+        job.optimizer.zero_grad(set_to_none=True)
+    elif job.update.in_backward is None:
+        clip(_gradients(job), norm_value, job.recipe.train.max_grad_norm)
+        job.update.step()
+    warning = job.health.zero_gradients(zeros)
+    if warning:
+        job.log.warn(f"step {job.progress.step + 1}: {warning}")
     seconds = time.perf_counter() - started + loaded.waited
-    return StepResult(job.progress.step + 1, loss, int(tokens), int(count), lr, norm_value, seconds, data_wait)
+    step = job.progress.step + 1
+    return StepResult(step, loss, int(tokens), int(count), lr, norm_value, seconds, data_wait, skipped, scale)
 
 
-def _backward(job: Job, batch: Batch, count: float) -> Tensor:
-    """Adds the micro-batch's share of the gradient; returns its summed loss, detached, still on the device."""
+def _gradients_of(job: Job, batches: list[Batch], count: float) -> tuple[list[Tensor], Tensor]:
+    """The summed losses of the micro-batches, and the norms of every parameter's gradient of the whole step, unscaled."""
+    in_backward = job.update.in_backward
+    if in_backward is not None:
+        (batch,) = batches
+        in_backward.mode = "update"
+        loss = backward(job, batch, count, look=True)
+        return [loss], torch.stack(in_backward.finish())
+    losses = [backward(job, batch, count) for batch in batches]
+    gradients = _gradients(job)
+    job.world.sum_gradients(gradients)
+    if job.scale is not None:
+        torch._foreach_mul_(gradients, 1.0 / job.scale.scale)
+    return losses, gradient_norms(gradients)
+
+
+def backward(job: Job, batch: Batch, count: float, look: bool = False) -> Tensor:
+    """Adds the micro-batch's share of the gradient; returns its summed loss, detached, still on the device.
+
+    With `look` the loss is read first, and DivergedError raised before the backward where it is not finite.
+    """
     on_device = batch.to(job.world.device)
     job.key.set(job.progress.step, on_device.row_ids)
-    with compute(job.world.device, job.precision, job.recipe.model.trained):
-        loss = job.task.loss_sum(job.model, on_device, job.plan)
-    (loss / count).backward()
+    with products("tf32") if job.precision == "tf32" else nullcontext():
+        with compute(job.world.device, job.precision, job.recipe.model.trained), given_ids(job, batch):
+            loss = job.task.loss_sum(job.model, on_device, job.plan)
+        if look and not math.isfinite(float(loss.detach())):
+            raise diverged(job, [batch], [loss.detach()], float(loss.detach()) / count, None)
+        (loss / count * (job.scale.scale if job.scale else 1.0)).backward()
     return loss.detach()
+
+
+def given_ids(job: Job, batch: Batch) -> AbstractContextManager[None]:
+    """Tells an embedding on the host the ids that it will be asked for."""
+    return job.given.given(batch.input_ids) if job.given is not None else nullcontext()
 
 
 def _gradients(job: Job) -> list[Tensor]:
@@ -83,55 +121,31 @@ def _gradients(job: Job) -> list[Tensor]:
     return gradients
 
 
-def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The norm of the per-tensor fp32 norms, in the order given: fp32 scalar on the gradients' device.
-
-    16-bit gradients are widened inside the sum, tensor by tensor: no fp32 copy of any is made.
-    """
+def gradient_norms(gradients: Iterable[Tensor]) -> Tensor:
+    """The fp32 norm of each gradient in the order given, [P], on the gradients' device; their norm is the global one."""
     gradients = list(gradients)
     if not gradients:
-        return torch.zeros(())
+        return torch.zeros(0)
     if all(gradient.dtype == torch.float32 for gradient in gradients):
-        return torch.nn.utils.get_total_norm(gradients)
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms))
+        return torch.stack(torch._foreach_norm(gradients))
+    # 16-bit gradients are widened inside the sum, tensor by tensor: no fp32 copy of any is made.
+    return torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients])
+
+
+def _judge(job: Job, batches: list[Batch], losses: list[Tensor], loss: float, norm: float) -> bool:
+    """Whether the step is to be skipped, which only fp16 does; DivergedError where it ends the run."""
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if job.scale is None:
+        if not finite:
+            raise diverged(job, batches, losses, loss, norm)
+        return False
+    job.scale.note(not finite)
+    if job.scale.skipped_in_a_row >= SKIPPED_LIMIT:
+        raise overflowed(job, SKIPPED_LIMIT)
+    return not finite
 
 
 def clip(gradients: Iterable[Tensor], norm: float, max_norm: float | None) -> None:
     """Scales the gradients in place so that their global norm is at most `max_norm`, as torch's clip_grad_norm_ does."""
     if max_norm is not None and norm > max_norm - 1e-6:
         torch._foreach_mul_(list(gradients), min(1.0, max_norm / (norm + 1e-6)))
-
-
-def _diverged(job: Job, batches: list[Batch], losses: list[Tensor], loss: float, norm: float) -> DivergedError:
-    """Names the rows whose own loss is not finite, of all ranks. When each alone is finite, all of a micro-batch whose
-    loss is not are named, and when all losses are, the gradient is to blame: then all rows."""
-    rows = [(int(row), float(value)) for batch, value in zip(batches, losses, strict=True) for row in batch.row_ids]
-    bad = [row for row, value in rows if not math.isfinite(value)]
-    own = {
-        "named": [_describe(job, row) for row in bad if not _row_is_finite(job, row)],
-        "suspects": bad,
-        "all": [row for row, _ in rows],
-    }
-    ranks = job.world.gather(own)
-    named, suspects, others = ([each for rank in ranks for each in rank[key]] for key in own)
-    if not named:
-        listed = suspects or others
-        named = [f"one of rows {sorted(listed)[:16]}" + (" ..." if len(listed) > 16 else "")]
-    return DivergedError(
-        f"step {job.progress.step + 1}: the loss is {loss} and the gradient norm {norm}; nothing was updated",
-        "; ".join(named[:8]),
-        "look at those rows, or lower optimizer.lr or raise schedule.warmup; resume=auto goes on from the last checkpoint",
-    )
-
-
-def _row_is_finite(job: Job, row: int) -> bool:
-    batch = job.task.collate([job.splits.train[row]]).to(job.world.device)
-    job.key.set(job.progress.step, batch.row_ids)
-    with torch.no_grad(), compute(job.world.device, job.precision, job.recipe.model.trained):
-        return math.isfinite(float(job.task.loss_sum(job.model, batch, job.plan)))
-
-
-def _describe(job: Job, row: int) -> str:
-    sources = ", ".join(str(source + 1) for source in job.splits.train[row].sources[:8])
-    return f"training row {row} (data row {sources})"

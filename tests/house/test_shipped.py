@@ -32,8 +32,8 @@ TEMPLATES = (
     "text",
 )  # fmt: skip
 MACHINES = {"1x24GB,64GB": 1, "1x80GB,128GB": 1, "8x80GB,1TB": 8}
-TOO_LARGE = {("full_llama3", machine) for machine in MACHINES}
-"""Every weight of 8B in fp32, with its gradient, needs the streamed or the sharded step."""
+TOO_LARGE = {("full_llama3", machine) for machine in MACHINES if "24GB" in machine}
+"""Every weight of 8B in fp32, with its gradient: 64 GB beside the optimizer's state, which the host can keep."""
 
 
 def test_every_shipped_file_is_covered() -> None:
@@ -134,7 +134,7 @@ def test_every_key_is_read_outside_config(path: tuple[str, ...]) -> None:
 
 def test_keys_that_are_refused_as_not_built_are_keys() -> None:
     assert {tuple(name.split(".")) for name in NOT_BUILT} <= set(KEYS)
-    assert len(NOT_BUILT) == 8
+    assert len(NOT_BUILT) == 6
 
 
 def test_the_names_of_trackers_are_those_that_are_driven() -> None:

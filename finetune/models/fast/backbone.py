@@ -59,13 +59,6 @@ def install(model: Model, attention: str, dtype: torch.dtype) -> FastForward:
     return FastForward(dtype, attention, varlen)
 
 
-def recompute(model: Model, on: bool) -> None:
-    """Whether the blocks keep their input alone and run again for backward."""
-    for block in model.blocks:
-        assert isinstance(block, FastBlock)
-        block.recompute = on
-
-
 def hidden_states(model: Model, batch: Batch, fast: FastForward) -> Tensor:
     """[B, S, D], the head's input, as `models/decoder.hidden_states` promises it."""
     backbone: Any = model.backbone

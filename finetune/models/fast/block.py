@@ -10,7 +10,9 @@ Legend: B rows, S positions, D hidden width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +39,14 @@ class Inputs:
 
 
 class FastBlock(nn.Module):
-    """The fused form of one decoder layer. `recompute`: keep only the input and run again for backward."""
+    """The fused form of one decoder layer. `recompute`: keep only the input and run again for backward.
+
+    `gradient_checkpointing` and the function beside it are what transformers' layers have: with the first, the second
+    runs the block, so that what it keeps can be sent elsewhere.
+    """
+
+    recomputes_itself = True
+    gradient_checkpointing = False
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -47,16 +56,23 @@ class FastBlock(nn.Module):
         # Outside the module tree: its submodules are already this one's.
         self._layer = (layer,)
         self.recompute = False
+        self._gradient_checkpointing_func: Callable[..., Tensor] | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """[B, S, D] to [B, S, D]: by fused operations when given `inputs`, else whatever the original layer returns."""
         inputs: Inputs | None = kwargs.pop("inputs", None)
         if inputs is None:
             return self._layer[0](hidden_states, *args, **kwargs)
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            assert self._gradient_checkpointing_func is not None
+            return self._gradient_checkpointing_func(partial(self._run, inputs), hidden_states)
+        return self._run(inputs, hidden_states)
+
+    def _run(self, inputs: Inputs, x_BSD: Tensor) -> Tensor:
         leaves = _Leaves.of(self, inputs.dtype)
-        if self.recompute and torch.is_grad_enabled():
-            return _Recomputed.apply(hidden_states, self, inputs, leaves, *leaves.tensors())
-        return self.whole(hidden_states, inputs, leaves)
+        if self.recompute and self.training and torch.is_grad_enabled():
+            return _Recomputed.apply(x_BSD, self, inputs, leaves, *leaves.tensors())
+        return self.whole(x_BSD, inputs, leaves)
 
     def whole(self, x_BSD: Tensor, inputs: Inputs, leaves: _Leaves) -> Tensor:
         """The block, differentiable by what its parts keep."""

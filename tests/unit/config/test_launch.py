@@ -46,6 +46,9 @@ def by_accelerate(**variables: str) -> Launch:
         ("no", "fp32", "fp32"),
         ("bf16", None, "bf16"),
         ("bf16", "bf16", "bf16"),
+        ("fp16", None, "fp16"),
+        ("fp16", "fp16", "fp16"),
+        ("no", "tf32", "tf32"),
     ],
 )
 def test_b65_an_unset_precision_follows_the_launcher(asked: str, own: str | None, wanted: str) -> None:
@@ -64,12 +67,16 @@ def test_b65_a_conflict_of_precision_stops_with_both_values_and_their_places(tmp
     assert str(settings) in only(started, "model.precision=fp32").what
 
 
-@pytest.mark.parametrize("asked", ["fp16", "fp8"])
 @pytest.mark.parametrize("own", ["auto", "bf16", "fp32"])
-def test_b65_fp16_of_the_launcher_is_refused_by_name(asked: str, own: str) -> None:
-    fault = only(by_accelerate(ACCELERATE_MIXED_PRECISION=asked), f"model.precision={own}")
-    assert fault.what.startswith(f"{asked} is asked for by the launcher's --mixed_precision {asked}")
-    assert fault.remedy == "launch with --mixed_precision bf16 or no"
+def test_b65_fp8_of_the_launcher_is_refused_by_name(own: str) -> None:
+    fault = only(by_accelerate(ACCELERATE_MIXED_PRECISION="fp8"), f"model.precision={own}")
+    assert fault.what.startswith("fp8 is asked for by the launcher's --mixed_precision fp8")
+    assert fault.remedy == "launch with --mixed_precision bf16, fp16 or no"
+
+
+def test_b65_fp16_of_the_launcher_against_another_precision_stops_with_both_values() -> None:
+    fault = only(by_accelerate(ACCELERATE_MIXED_PRECISION="fp16"), "model.precision=bf16")
+    assert fault.what == "the recipe says bf16, the launcher's --mixed_precision fp16 says fp16"
 
 
 @pytest.mark.parametrize(("steps", "world", "rows"), [(4, 1, 8), (4, 2, 4), (3, 2, 6), (64, 1, 1)])

@@ -15,23 +15,14 @@ from finetune.contracts import Plan
 from finetune.errors import InputError, NotBuiltError, NothingFitsError
 from finetune.models.shapes import SHAPES
 from finetune.planner.budget import budget_of
-from finetune.planner.estimate import Facts, StateBytes, estimate
+from finetune.planner.estimate import Facts, estimate
 from finetune.planner.hardware import GIB, Hardware, parse
 from finetune.planner.pins import BUILT
 from finetune.planner.plan import Decision, decide
 from finetune.planner.refusal import PlanRefusedError
 from finetune.planner.report import as_dict, plan_dict, refused_as_dict, render
+from finetune.planner.space import optimizer_bytes
 from finetune.planner.words import size
-
-
-def optimizers(recipe: Recipe) -> StateBytes:
-    """As the optimizer table has them."""
-    name = recipe.optimizer.name
-    if name == "adamw":
-        return lambda elements, role: 8 * elements + 4
-    assert name == "adamw8bit"
-    small = ("embedding", "head")
-    return lambda elements, role: 8 * elements if elements < 4096 or role in small else 2 * elements + elements // 32
 
 
 def recipe(**changes: Any) -> Recipe:
@@ -49,7 +40,7 @@ def recipe(**changes: Any) -> Recipe:
 
 
 def chosen(machine: str = "1x24GB,64GB", shape: str = "llama3-8b", ranks: int = 1, **changes: Any) -> Decision:
-    return decide(recipe(**changes), SHAPES[shape], parse(machine), ranks, 2048, optimizers)
+    return decide(recipe(**changes), SHAPES[shape], parse(machine), ranks, 2048)
 
 
 def refused(machine: str, shape: str = "llama3-8b", **changes: Any) -> PlanRefusedError:
@@ -73,7 +64,10 @@ def test_lora_8b_fits_24_gb_with_checkpointing_and_80_gb_without() -> None:
 def test_weights_of_8b_by_storage() -> None:
     """15.0 GiB in bf16 and about 5.3 in NF4 with bf16 embedding and head; 29.9 where every parameter trains in fp32."""
     weights = {
-        base: chosen("h200-141", model__base=base).estimate.phases["step"].causes["weights"] for base in ("same", "nf4")
+        base: chosen("h200-141", model__base=base, plan__embedding_placement="device")
+        .estimate.phases["step"]
+        .causes["weights"]
+        for base in ("same", "nf4")
     }
     adapter = 4 * 41_943_040
     assert weights["same"] == 2 * 8_030_261_248 + adapter
@@ -117,18 +111,16 @@ def test_a_smaller_budget_never_gives_a_faster_or_larger_plan() -> None:
         sizes.append(decision.estimate.peak)
     assert sizes == sorted(sizes)
     assert times == sorted(times)
-    assert times[-1] > 1.4 * times[0]
+    assert times[-1] > 1.3 * times[0]
 
 
 def test_the_same_input_gives_the_same_plan_and_quickly() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert chosen().plan == chosen().plan
-    large = decide(
-        recipe(train__batch=512, model__base="nf4"), SHAPES["llama3-70b"], parse("8x80GB"), 8, 2048, optimizers
-    )
+    large = decide(recipe(train__batch=512, model__base="nf4"), SHAPES["llama3-70b"], parse("8x80GB"), 8, 2048)
     assert large.plan.ranks == 8
     assert large.plan.micro_batch <= 64
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(
@@ -153,7 +145,7 @@ def test_micro_batch_is_at_most_one_ranks_share() -> None:
     assert chosen("8x80GB", "smollm2-135m", ranks=8).plan.micro_batch <= 2
     assert chosen("8x80GB", "smollm2-135m", ranks=8, train__batch=3).plan.micro_batch == 1
     tokens = recipe(train__batch=None, train__batch_tokens=4 * 2048)
-    decision = decide(tokens, SHAPES["tiny"], parse("h200-141"), 2, 2048, optimizers)
+    decision = decide(tokens, SHAPES["tiny"], parse("h200-141"), 2, 2048)
     assert decision.facts.rows == 2
     with pytest.raises(InputError, match="only 16 of a step's 16 rows"):
         chosen(plan__micro_batch=17)
@@ -178,7 +170,7 @@ def test_dropout_on_an_adapted_head_keeps_the_loss_whole() -> None:
 
 
 def test_what_is_not_built_is_said() -> None:
-    wrong = {"weights": "streamed", "activation_offload": True, "optimizer_placement": "host", "compile": True}
+    wrong: dict[str, Any] = {"weights": "streamed", "compile": True}
     wrong |= {"shard": 2, "tensor": 2, "context": 2}
     assert wrong.keys() == BUILT.keys()
     for field, value in wrong.items():
@@ -193,14 +185,14 @@ def test_what_is_not_built_is_said() -> None:
 
 def test_devices_and_precision() -> None:
     forced = Recipe.model_validate({**recipe().model_dump(), "device": "cpu"})
-    decision = decide(forced, SHAPES["smollm2-135m"], parse("1x24GB,64GB"), 1, 512, optimizers)
+    decision = decide(forced, SHAPES["smollm2-135m"], parse("1x24GB,64GB"), 1, 512)
     assert (decision.plan.device, decision.precision) == ("cpu", "fp32")
     assert decision.estimate.host == max(decision.estimate.phases.values(), key=lambda phase: phase.total)
     old = Hardware("cuda", "an old GPU", 1, 16 * GIB, 64 * GIB, 8, bf16=False)
-    assert decide(recipe(), SHAPES["smollm2-135m"], old, 1, 512, optimizers).precision == "fp32"
+    assert decide(recipe(), SHAPES["smollm2-135m"], old, 1, 512).precision == "fp32"
     gpu = Recipe.model_validate({**recipe().model_dump(), "device": "cuda"})
     with pytest.raises(InputError, match="no GPU"):
-        decide(gpu, SHAPES["tiny"], parse("cpu"), 1, 512, optimizers)
+        decide(gpu, SHAPES["tiny"], parse("cpu"), 1, 512)
 
 
 def test_budgets_are_shared_bounded_and_explained() -> None:
@@ -240,13 +232,13 @@ def test_nothing_fits_because_of_pins_or_long_rows() -> None:
     assert way.keys == ("plan.micro_batch=auto", "plan.activation_checkpointing=auto")
     assert way.fits
     with pytest.raises(NothingFitsError) as caught:
-        decide(recipe(model__base="nf4"), SHAPES["llama3-8b"], parse("1x12GB,64GB"), 1, 65536, optimizers)
+        decide(recipe(model__base="nf4"), SHAPES["llama3-8b"], parse("1x12GB,64GB"), 1, 65536)
     assert isinstance(caught.value, PlanRefusedError)
     shorter = [change for change in caught.value.changes if "data.max_tokens" in change.keys[-1]]
     assert len(shorter) == 1
     assert shorter[0].fits
     length = int(shorter[0].keys[-1].partition("=")[2])
-    assert decide(recipe(model__base="nf4"), SHAPES["llama3-8b"], parse("1x12GB,64GB"), 1, length, optimizers)
+    assert decide(recipe(model__base="nf4"), SHAPES["llama3-8b"], parse("1x12GB,64GB"), 1, length)
 
 
 def test_host_memory_that_cannot_hold_the_run_is_refused() -> None:
@@ -260,7 +252,7 @@ def test_host_memory_that_cannot_hold_the_run_is_refused() -> None:
 def test_a_phase_other_than_the_step_can_refuse() -> None:
     """Loading holds the largest tensor twice; a budget between step and load must not count as fitting."""
     plan = Plan("cuda", 1, True, 256)
-    facts = Facts(128, "bf16", optimizers(recipe()), 16)
+    facts = Facts(128, "bf16", optimizer_bytes(recipe()), 16)
     found = estimate(SHAPES["llama3-8b"], recipe(), plan, facts)
     assert found.peak == max(phase.total for phase in found.phases.values())
     assert list(found.phases) == ["load", "step", "evaluate", "save"]
@@ -326,11 +318,11 @@ def test_sizes_in_words(count: int, text: str) -> None:
 def test_small_models_take_large_micro_batches_and_padding_argues_for_small_ones() -> None:
     """What a micro-batch costs to launch weighs more, the fewer operations a token has."""
     rows = {"data__pack": False}
-    tiny = decide(recipe(**rows), SHAPES["tiny"], parse("cpu"), 1, 128, optimizers)
-    small = decide(recipe(**rows), SHAPES["smollm2-135m"], parse("cpu"), 1, 512, optimizers)
+    tiny = decide(recipe(**rows), SHAPES["tiny"], parse("cpu"), 1, 128)
+    small = decide(recipe(**rows), SHAPES["smollm2-135m"], parse("cpu"), 1, 512)
     assert tiny.plan.micro_batch == 16
     assert small.plan.micro_batch == 1
-    packed = decide(recipe(), SHAPES["smollm2-135m"], parse("cpu"), 1, 512, optimizers)
+    packed = decide(recipe(), SHAPES["smollm2-135m"], parse("cpu"), 1, 512)
     assert packed.plan.micro_batch > 1
 
 
@@ -360,10 +352,9 @@ def test_the_hosts_heap_is_counted_where_tensors_share_it() -> None:
             parse("cpu"),
             1,
             1024,
-            optimizers,
         ).estimate.phases["step"]
         assert 0.6 * GIB < step.causes["allocator"] < 1.0 * GIB
-    far = decide(recipe(train__batch=1), SHAPES["llama3-8b"], parse("0,128GB"), 1, 2048, optimizers)
+    far = decide(recipe(train__batch=1), SHAPES["llama3-8b"], parse("0,128GB"), 1, 2048)
     assert far.estimate.phases["step"].causes["allocator"] == 0
 
 

@@ -25,7 +25,7 @@ def test_saved_bytes_are_as_counted(packed: bool, kind: str, precision: str, rec
     shape = shape_of(config)
     model = decoder.assemble(module, None, shape, "test")
     model.fast = backbone.install(model, "auto", torch.bfloat16 if precision == "bf16" else torch.float32)
-    backbone.recompute(model, recompute)
+    checkpointing.apply(module, recompute)
     ids = torch.randint(0, config.vocab_size, (ROWS, LENGTH))
     places = torch.arange(LENGTH)[None].expand(ROWS, -1)
     documents = torch.zeros_like(ids) if packed else None

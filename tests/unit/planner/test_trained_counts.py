@@ -15,7 +15,7 @@ from finetune.memory import checkpointing
 from finetune.models.shapes import shape_of
 from finetune.optim.table import CPU_SLICE, GPU_SLICE, OPTIMIZERS, build, tensor_bytes
 from finetune.planner.estimate import Facts, estimate
-from finetune.planner.plan import update_bytes
+from finetune.planner.space import update_bytes
 from tests.unit.planner.live_bytes import LiveBytes
 from tests.unit.planner.test_estimate_counts import LENGTH, ROWS, config_of, moving, run_step
 

@@ -1,0 +1,85 @@
+"""Host memory that a GPU copies from and to without waiting: plain pages, registered with the driver.
+
+torch's own pinned allocator rounds every request up to a power of two, so 33 GiB of state would take 64. Anonymous pages
+(mmap) are exactly as large as asked, begin at a page, and are registered once; whoever takes a buffer gives it back
+when its bytes are no longer needed, and gets the same pages the next time. Nothing is allocated in a steady state. For
+a CPU the same pages, not registered.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import weakref
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from finetune.errors import NothingFitsError
+
+
+@dataclass
+class HostBuffer:
+    """Bytes on the host: `pages` uint8 [N]. `busy` is the GPU's last use, which the next use on a stream waits for."""
+
+    pages: Tensor
+    place: Hashable = None
+    busy: torch.cuda.Event | None = None
+
+    def view(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The buffer's beginning as a dense tensor."""
+        count = math.prod(shape) * dtype.itemsize
+        return self.pages[:count].view(dtype).view(torch.Size(shape))
+
+
+def host_pages(count: int, device: torch.device) -> Tensor:
+    """uint8 [count] in pages of its own, registered when `device` is a GPU. NothingFitsError when the driver refuses."""
+    pages = mmap.mmap(-1, max(count, 1))
+    octets_N = torch.frombuffer(pages, dtype=torch.uint8)[:count]
+    if device.type == "cuda":
+        _register(octets_N.data_ptr(), max(count, 1), pages)
+    return octets_N
+
+
+def _register(address: int, count: int, pages: mmap.mmap) -> None:
+    runtime = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(address, count, 0))
+    if code != 0:
+        raise NothingFitsError(
+            f"the driver refused to pin {count:,} bytes of host memory (code {code})",
+            "plan.host_memory",
+            "raise the limit of locked memory (ulimit -l), or switch off the plan's host placements",
+        )
+    # Pages must leave the driver's table before they go back to the system; at the end of the process both are gone.
+    weakref.finalize(pages, runtime.cudaHostUnregister, address).atexit = False
+
+
+class HostPool:
+    """Buffers by place (any key): a place takes the same pages again, or larger ones once it needs more.
+
+    `bytes` is what all places hold now, which the plan counts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.bytes = 0
+        self._free: dict[Hashable, list[HostBuffer]] = defaultdict(list)
+
+    def take(self, place: Hashable, count: int) -> HostBuffer:
+        """A buffer of at least `count` bytes; new pages only when none of this place is free or large enough."""
+        free = self._free[place]
+        if free and free[-1].pages.numel() >= count:
+            return free.pop()
+        if free:
+            small = free.pop()
+            if small.busy is not None:
+                small.busy.synchronize()
+            self.bytes -= small.pages.numel()
+        self.bytes += count
+        return HostBuffer(host_pages(count, self.device), place)
+
+    def give(self, buffer: HostBuffer) -> None:
+        self._free[buffer.place].append(buffer)
