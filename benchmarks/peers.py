@@ -106,7 +106,7 @@ def ours(cell: argparse.Namespace, place: Path) -> dict[str, Any]:
         "train": {"batch": ROWS, "max_steps": cell.steps},
         "evaluate": {"samples": 0},
         "plan": dict(pair.split("=") for pair in cell.plan),
-        "run": {"dir": tempfile.mkdtemp(dir=place)},
+        "run": {"dir": tempfile.mkdtemp(dir=place), "keep": False},
     }
     run = finetune.run(recipe)
     lines = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]

@@ -252,8 +252,9 @@ class PlanSection(Section):
     """Where a frozen, untied embedding lives; from the host only the rows of a batch are sent."""
     fast_block: AutoSwitch = "auto"
     """Run decoder layers through this toolkit's fused operations: on a GPU, where the model's form is known."""
-    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
-    """The attention kernel of fast blocks. auto: torch's own order; flash gives the same bits again."""
+    attention: Literal["auto", "deterministic", "flash", "cudnn", "efficient", "math"] = "auto"
+    """The attention kernel of fast blocks. auto: torch's own order. deterministic: the same, under torch's deterministic
+    algorithms, so that a run on a GPU gives the same bits again."""
     probe: AutoSwitch = "auto"
     """Try forward and backward of the longest rows before the first step, so that too little memory shows at once. auto: on a
     GPU."""
@@ -274,6 +275,8 @@ class RunSection(Section):
     """The run's folder; default runs/NAME-TIME."""
     trackers: Names = ()
     """tensorboard, wandb, trackio, mlflow."""
+    keep: Switch = True
+    """Write checkpoints and the result. false: a trial, of which the metrics and the summary are left."""
 
 
 class Recipe(Section):

@@ -111,4 +111,8 @@ def dequantised(module: nn.Module) -> Tensor:
     layer: Any = module
     packed = layer.weight
     state = packed.quant_state if packed.quant_state is not None else layer.quant_state
+    if packed.is_cuda:
+        from finetune.kernels.fused.four_bit import decoded
+
+        return decoded(packed.data, state, state.dtype)
     return dequantize_4bit(packed.data, state)

@@ -173,7 +173,9 @@ class _Parts:
             *(moment + self._grown(head) + during for moment in self._block_moments()),
             self._kept(1) + self._block(True) + self._grown(self.gradients - last) + during,
         ]
-        update_at = Bytes({"gradients": self.standing, "workspace": max(update, head)}) + passing
+        # A second gradient of the embedding or the head stands beside the first until it is added to it.
+        again = head if self.several or shape.tied else 0
+        update_at = Bytes({"gradients": self.standing, "workspace": max(update, again)}) + passing
         return [*moments, update_at]
 
     def _block_moments(self) -> list[Bytes]:

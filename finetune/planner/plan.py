@@ -119,7 +119,9 @@ def _reasons(space: Space, chosen: Candidate, candidates: list[Candidate]) -> tu
         f"micro-batch {plan.micro_batch} of {space.rows} rows: {_why(recipe, 'micro_batch', 'the fastest that fits')}",
     ]
     if plan.fast_block:
-        kernel = "torch's order of kernels" if plan.attention == "auto" else f"the {plan.attention} kernel"
+        kernel = {"auto": "torch's choice of kernel", "deterministic": "a deterministic kernel"}.get(
+            plan.attention, f"the {plan.attention} kernel"
+        )
         reasons.append(f"fast blocks: fused operations (other roundings), attention by {kernel}")
     for lever in LEVERS.values():
         value = getattr(plan, lever.field)

@@ -180,6 +180,10 @@ class Loop:
     def _stopped(self, why: str) -> FinetuneError:
         job = self.job
         path = state.save(job)
+        if not job.recipe.run.keep:
+            return StoppedError(
+                f"stopped by {why} after step {job.progress.step}; nothing is kept", "run.keep=false", "run.keep=true"
+            )
         return StoppedError(
             f"stopped by {why} after step {job.progress.step}; the state is saved",
             str(path),

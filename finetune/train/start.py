@@ -156,14 +156,17 @@ def _finish(job: Job, decision: Decision) -> Result:
             str(job.folder),
             f"go on with run.dir={job.folder} resume=auto",
         ) from None
-    job.log.say(f"done: {summary['result']}  ({job.progress.step} steps, {summary['tokens_per_s']:,.0f} tokens/s)")
-    return Result(job.folder, Path(summary["result"]), summary)
+    job.log.say(
+        f"done: {summary['result'] or 'a trial, nothing is kept'}  ({job.progress.step} steps, {summary['tokens_per_s']:,.0f} tokens/s)"
+    )
+    return Result(job.folder, Path(summary["result"]) if summary["result"] else None, summary)
 
 
 def _leave_result(job: Job, decision: Decision) -> dict[str, Any]:
     after = finish.samples(job)
     finish.show_samples(job, after)
-    result = export_result(job.model, job.recipe, job.folder, job.precision)
+    keep = job.recipe.run.keep
+    result = export_result(job.model, job.recipe, job.folder, job.precision) if keep else None
     summary = finish.summarize(job, decision, after, result)
     finish.write_json(job.folder / SUMMARY, summary)
     return summary
@@ -189,9 +192,10 @@ def rehearse(job: Job, decision: Decision) -> None:
     """Tries what could fail at the end before step 1: the folder, room for a checkpoint, the model's export."""
     trained = sum(p.numel() * p.element_size() for p in job.model.trainable().values())
     state_bytes = decision.estimate.phases["step"].causes.get("optimizer", 0)
-    store.rehearse(job.checkpoints, 2 * trained + state_bytes)
-    for notice in export.check_export(job.model):
-        job.log.notice(notice)
+    if job.recipe.run.keep:
+        store.rehearse(job.checkpoints, 2 * trained + state_bytes)
+        for notice in export.check_export(job.model):
+            job.log.notice(notice)
     with writing(job.folder / "recipe.yaml"):
         save_recipe(job.recipe, job.folder / "recipe.yaml")
     write_text(job.folder / "plan.yaml", _yaml(asdict(job.plan)))

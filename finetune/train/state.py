@@ -38,8 +38,10 @@ SHOWN_MECHANICS = (
 def save(job: Job) -> Path:
     """Writes a checkpoint of the present step and then deletes what `checkpoint.keep` no longer wants.
 
-    Rank 0 writes; its path, or its error, is every rank's.
+    Rank 0 writes; its path, or its error, is every rank's. A trial (run.keep=false) writes none.
     """
+    if not job.recipe.run.keep:
+        return job.checkpoints
     return job.world.agree(lambda: _write(job))
 
 

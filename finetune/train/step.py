@@ -19,6 +19,7 @@ from torch import Tensor
 from finetune.contracts import Batch, StepResult
 from finetune.data.prefetch import Loaded, load
 from finetune.errors import DataError
+from finetune.kernels.determinism import deterministic
 from finetune.kernels.precision import compute, products
 from finetune.optim.schedule import peak_rate, rate
 from finetune.train.diverged import diverged, overflowed
@@ -97,7 +98,8 @@ def backward(job: Job, batch: Batch, count: float, look: bool = False) -> Tensor
     """
     on_device = batch.to(job.world.device)
     job.key.set(job.progress.step, on_device.row_ids)
-    with products("tf32") if job.precision == "tf32" else nullcontext():
+    again = deterministic(job.plan.attention == "deterministic")
+    with products("tf32") if job.precision == "tf32" else nullcontext(), again:
         with compute(job.world.device, job.precision, job.recipe.model.trained), given_ids(job, batch):
             loss = job.task.loss_sum(job.model, on_device, job.plan)
         if look and not math.isfinite(float(loss.detach())):

@@ -39,7 +39,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Look:
-    """What every layer's attention is given: the kernel's name (`auto`: torch chooses), and for packed rows `documents`
+    """What every layer's attention is given: the kernel's name (`auto`, `deterministic`: torch chooses), and for packed rows `documents`
     (variable-length kernels) or `masks` by window (bool [B, 1, S, S])."""
 
     backend: str = "auto"
@@ -112,7 +112,7 @@ def _varlen(
 
 def _kernel(backend: str) -> AbstractContextManager[None]:
     """The named kernel first; the others for shapes that it does not take (cuDNN: rows of one token)."""
-    if backend == "auto":
+    if backend in ("auto", "deterministic"):
         return nullcontext()
     first = BACKENDS[backend]
     return sdpa_kernel([first, *(other for other in BACKENDS.values() if other != first)], set_priority=True)
