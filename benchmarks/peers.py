@@ -73,6 +73,14 @@ def row_ids(shape: str, rows: int) -> list[list[int]]:
     return ids.tolist()
 
 
+def in_order(steps: int) -> list[int]:
+    """The rows as this toolkit takes them, so that losses can be compared step by step."""
+    from finetune.data.loader import Order
+
+    batches = Order([LENGTH] * ROWS * steps, batch=ROWS, batch_tokens=None, seed=0).batches(0)
+    return [int(row) for batch in batches for row in batch]
+
+
 def rows_file(shape: str, place: Path, rows: int) -> Path:
     path = place / f"rows-{shape}-{rows}.jsonl"
     with path.open("w", encoding="utf-8") as file:
@@ -179,7 +187,7 @@ def peer(cell: argparse.Namespace, place: Path) -> dict[str, Any]:
         optimizer = bitsandbytes.optim.AdamW8bit(trained, lr=1e-5, weight_decay=0.0)
     else:
         optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=device == "cuda")
-    ids = torch.tensor(row_ids(cell.shape, ROWS * cell.steps))
+    ids = torch.tensor(row_ids(cell.shape, ROWS * cell.steps))[in_order(cell.steps)]
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

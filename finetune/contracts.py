@@ -140,7 +140,8 @@ class Batch:
 
     input_ids, labels: int64 [B, S]; labels stand on the token itself (the loss shifts). row_ids: int64 [B].
     document_ids, positions: int64 [B, S], or None when every row is one document (then causal order alone isolates the padding).
-    Padding counts as a document of its own; positions restart at each document.
+    Padding counts as a document of its own; positions restart at each document. `host_ids` are the input_ids of a batch on
+    a device as they are on the host.
     """
 
     input_ids: Tensor
@@ -149,6 +150,7 @@ class Batch:
     document_ids: Tensor | None
     positions: Tensor | None
     lengths: tuple[int, ...]
+    host_ids: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with its tensors on `device`."""
@@ -163,6 +165,7 @@ class Batch:
             move(self.document_ids),
             move(self.positions),
             self.lengths,
+            self.input_ids if self.input_ids.device.type == "cpu" else self.host_ids,
         )
 
 

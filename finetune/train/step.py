@@ -110,7 +110,9 @@ def backward(job: Job, batch: Batch, count: float, look: bool = False) -> Tensor
 
 def given_ids(job: Job, batch: Batch) -> AbstractContextManager[None]:
     """Tells an embedding on the host the ids that it will be asked for."""
-    return job.given.given(batch.input_ids) if job.given is not None else nullcontext()
+    if job.given is None:
+        return nullcontext()
+    return job.given.given(batch.input_ids if batch.host_ids is None else batch.host_ids)
 
 
 def _gradients(job: Job) -> list[Tensor]:

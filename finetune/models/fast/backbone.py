@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from finetune.contracts import Batch, Model
 from finetune.errors import ModelError
+from finetune.kernels.embedding import embedding
 from finetune.kernels.rms_norm import rms_norm
 from finetune.models.fast.attention import Documents, Look, documents_of, varlen_function
 from finetune.models.fast.block import FastBlock, Inputs, fits, window_of
@@ -63,7 +64,10 @@ def hidden_states(model: Model, batch: Batch, fast: FastForward) -> Tensor:
     """[B, S, D], the head's input, as `models/decoder.hidden_states` promises it."""
     backbone: Any = model.backbone
     with torch.autocast(batch.input_ids.device.type, enabled=False):
-        x_BSD = backbone.embed_tokens(batch.input_ids)
+        table: Any = backbone.embed_tokens
+        plain = type(table) is nn.Embedding and table.max_norm is None
+        ids_BS = batch.input_ids
+        x_BSD = embedding(ids_BS, table.weight, table.padding_idx) if plain else table(ids_BS)
         positions = batch.positions
         if positions is None:
             positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)[None]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 triton = pytest.importorskip("triton")
-POINTERS = {"scale_pointer": "*fp32", "labels_pointer": "*i64", "weights_pointer": "*fp32", "losses_pointer": "*fp32",
+POINTERS = {"scale_pointer": "*fp32", "labels_pointer": "*i64", "ids_pointer": "*i64", "order_pointer": "*i64", "weights_pointer": "*fp32", "losses_pointer": "*fp32",
             "gain_grad_pointer": "*fp32", "keys_pointer": "*i64", "packed_pointer": "*u8", "scales_pointer": "*u8", "table_pointer": "*fp32",
             "table2_pointer": "*fp32", "scales2_pointer": "*fp32", "offset_pointer": "*fp32"}  # fmt: skip
 FLOATS = ("epsilon", "sign", "scale")
@@ -17,6 +17,7 @@ KERNELS = [
     ("rms_norm", "forward_kernel"), ("rms_norm", "backward_kernel"), ("swiglu", "forward_kernel"),
     ("swiglu", "backward_kernel"), ("rotary", "rotate_kernel"), ("cross_entropy", "loss_kernel"),
     ("keyed_dropout", "dropout_kernel"), ("four_bit", "decode_kernel"),
+    ("embedding", "sum_kernel"),
 ]  # fmt: skip
 
 
