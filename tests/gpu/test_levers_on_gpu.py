@@ -27,7 +27,7 @@ from tests.runs.history import column, same_bits
 from tests.runs.test_resume import interrupted
 
 pytestmark = pytest.mark.gpu
-ROWS, LENGTH = 4, 512
+ROWS, LENGTH = 4, 8192
 WIDE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
 
 
