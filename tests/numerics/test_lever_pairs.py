@@ -32,12 +32,21 @@ ALONE = [(one,) for one in SETTINGS]
 PAIRS = [(one, other) for one, other in itertools.combinations(SETTINGS, 2) if one[0] != other[0]]
 
 
-def allowed(kind: str, settings: tuple[tuple[str, Any], ...]) -> bool:
-    """An embedding that trains stays on the device (the plan refuses it, and so does the hook)."""
+def allowed(kind: str, settings: tuple[tuple[str, Any], ...], fast: bool = False) -> bool:
+    """An embedding that trains stays on the device (the plan refuses it, and so does the hook); fast blocks have no
+    selective mode."""
+    if fast and ("activation_checkpointing", "selective") in settings:
+        return False
     return kind == "lora" or ("embedding_placement", "host") not in settings
 
 
-CASES = [(kind, settings) for kind in MODULES for settings in ALONE + PAIRS if allowed(kind, settings)]
+CASES = [
+    (kind, fast, settings)
+    for fast in (False, True)
+    for kind in MODULES
+    for settings in ALONE + PAIRS
+    if allowed(kind, settings, fast)
+]
 
 
 def three_steps(
@@ -70,17 +79,23 @@ def three_steps(
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return {kind: three_steps(kind, PLAIN, tmp_path_factory.mktemp(kind)) for kind in MODULES}
+    return {
+        (kind, fast): three_steps(kind, replace(PLAIN, fast_block=fast), tmp_path_factory.mktemp(kind))
+        for kind in MODULES
+        for fast in (False, True)
+    }
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings"), CASES, ids=["-".join([k, *(f"{f}={v}" for f, v in s)]) for k, s in CASES]
-)
+def name_of(kind: str, fast: bool, settings: tuple[tuple[str, Any], ...]) -> str:
+    return "-".join([kind, *(["fast"] if fast else []), *(f"{field}={value}" for field, value in settings)])
+
+
+@pytest.mark.parametrize(("kind", "fast", "settings"), CASES, ids=[name_of(*case) for case in CASES])
 def test_levers_alone_and_in_pairs_change_nothing(
-    plain: dict[str, Any], tmp_path: Path, kind: str, settings: tuple[tuple[str, Any], ...]
+    plain: dict[str, Any], tmp_path: Path, kind: str, fast: bool, settings: tuple[tuple[str, Any], ...]
 ) -> None:
-    wanted = plain[kind]
-    found = three_steps(kind, replace(PLAIN, **dict(settings)), tmp_path)
+    wanted = plain[kind, fast]
+    found = three_steps(kind, replace(PLAIN, fast_block=fast, **dict(settings)), tmp_path)
     exact = not any(field in REORDERED for field, _ in settings)
     tolerance = {"atol": 0.0, "rtol": 0.0} if exact else {"atol": 1e-5, "rtol": 1e-4}
     assert found[0] == wanted[0] if exact else found[0] == pytest.approx(wanted[0], rel=1e-6)
@@ -94,4 +109,14 @@ def test_every_row_of_the_table_is_in_the_pairs() -> None:
     assert {field for field, _ in SETTINGS} == {lever.field for lever in LEVERS.values()}
     stated = {lever.field for lever in LEVERS.values() if lever.exact != "bitwise"}
     assert stated == set(REORDERED)
-    assert len(CASES) == 2 * (8 + 25) - 8
+    assert len([case for case in CASES if not case[1]]) == 2 * (8 + 25) - 8
+    assert len([case for case in CASES if case[1]]) == 2 * (7 + 20) - 7
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_fast_blocks_train_as_transformers_own(plain: dict[str, Any], kind: str) -> None:
+    """Other roundings: the losses and weights of three steps, in fp32."""
+    wanted, found = plain[kind, False], plain[kind, True]
+    assert found[0] == pytest.approx(wanted[0], rel=1e-6)
+    for name, value in wanted[2].items():
+        torch.testing.assert_close(found[2][name], value, atol=1e-5, rtol=1e-4, msg=name)

@@ -88,7 +88,7 @@ def job_of(module: nn.Module, folder: Path, plan: Plan, rows: list[Row] | None =
     shape = shape_of(module.config)
     model = parts_of(module, None, shape, "tiny")
     precision = "fp32" if recipe.model.precision == "auto" else recipe.model.precision
-    ready = assemble(model, plan, recipe.train.seed, CPU)
+    ready = assemble(model, plan, recipe.train.seed, CPU, "fp32")
     optimizer = build(recipe.optimizer, model.trainable(), roles_of(module))
     rows = packed_rows() if rows is None else rows
     log = Log()
