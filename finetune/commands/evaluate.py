@@ -11,10 +11,21 @@ Measures a finished run on its held-out rows, or on others.
 
 Examples:
   finetune evaluate run=runs/x
-  finetune evaluate run=runs/x data.valid_path=other.jsonl evaluate.max_rows=100
-  finetune evaluate run=runs/x evaluate.sets.hard=hard.jsonl --json
+  finetune evaluate run=runs/x data.valid_path=other.jsonl evaluate.max_rows=100 --json
+  finetune evaluate run=runs/x evaluate.scores=exact_match,rouge_l generate.max_tokens=96
 """
-ACTS = ("device", "model", "data", "evaluate.sets", "evaluate.max_rows", "plan", "train.seed")
+ACTS = (
+    "device",
+    "model",
+    "data",
+    "evaluate.sets",
+    "evaluate.max_rows",
+    "evaluate.scores",
+    "evaluate.answers",
+    "generate",
+    "plan",
+    "train.seed",
+)
 TAKES = Takes(own={"run": "a run's folder, or its name in runs/"}, overrides=True, acts=ACTS)
 
 

@@ -206,6 +206,10 @@ class EvaluateSection(Section):
     """Evaluate on the first rows only. Shown beside the figure."""
     samples: Whole = 3
     """Answers to held-out rows shown before and after."""
+    scores: Names = ()
+    """Scores of answers to held-out prompts, before the first step and after the last: exact_match, rouge_l."""
+    answers: Count = 100
+    """The most held-out rows of a set that are answered for the scores."""
 
 
 class CheckpointSection(Section):

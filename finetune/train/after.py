@@ -21,6 +21,7 @@ from finetune.environment import hub_offline
 from finetune.errors import InputError, NotBuiltError
 from finetune.generate.engine import answer
 from finetune.generate.evaluate import Evaluator
+from finetune.generate.scores import check_scores, scores
 from finetune.kernels.precision import DTYPES
 from finetune.machine.collectives import World
 from finetune.models.adapter_folder import as_planned
@@ -136,6 +137,7 @@ def generate(run: Path, prompts: Sequence[str], overrides: Sequence[str] = ()) -
 def evaluate(run: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The evaluation figures of a finished run on its held-out sets (or those that the overrides name)."""
     recipe = finished_recipe(run, overrides)
+    check_scores(recipe.evaluate.scores)
     tokenizer = load_tokenizer(recipe.model)
     splits = open_data(recipe, tokenizer)
     if not splits.evaluate:
@@ -143,5 +145,6 @@ def evaluate(run: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     model, precision, device = _load(recipe)
     longest = max(int(rows.lengths.max()) for rows in splits.evaluate.values())
     plan = decide(as_planned(recipe), shape_for(recipe), detect(device.type), ranks=1, longest_row=longest).plan
-    evaluator = Evaluator(TextTask(tokenizer.pad_token_id), model, plan, World(0, 1, device), precision, lambda: None)
-    return evaluator.losses(splits.evaluate)
+    world = World(0, 1, device)
+    evaluator = Evaluator(TextTask(tokenizer.pad_token_id), model, plan, world, precision, lambda: None)
+    return {**evaluator.losses(splits.evaluate), **scores(model, splits.evaluate, recipe, precision, world)}

@@ -19,6 +19,7 @@ from finetune.contracts import StepResult
 from finetune.data.prefetch import Loaded, Prefetch, load
 from finetune.errors import FinetuneError, NothingFitsError, StoppedError
 from finetune.generate.evaluate import Evaluator
+from finetune.generate.scores import scores
 from finetune.telemetry import memory
 from finetune.telemetry.log import StepProgress
 from finetune.telemetry.metrics import Metrics
@@ -42,7 +43,7 @@ class Loop:
         job = self.job
         try:
             if job.progress.step == 0 and job.splits.evaluate:
-                job.progress.eval_before = self.evaluate()
+                job.progress.eval_before = self.evaluate(answers=True)
             self._train()
         except StopAskedError as asked:
             raise self._stopped(str(asked)) from None
@@ -146,7 +147,7 @@ class Loop:
         due = step >= self.steps or (every is not None and step % every == 0)
         if not job.splits.evaluate or not due or job.progress.evaluated == step:
             return False
-        figures = self.evaluate()
+        figures = self.evaluate(answers=step >= self.steps)
         job.progress.eval_last, job.progress.evaluated = figures, step
         return self._note_best(figures)
 
@@ -164,12 +165,14 @@ class Loop:
         progress.best, progress.best_step = figures[metric], progress.step
         return True
 
-    def evaluate(self) -> dict[str, float]:
-        """The evaluation figures now, printed and written to the metrics."""
+    def evaluate(self, answers: bool = False) -> dict[str, float]:
+        """The evaluation figures now, printed and written to the metrics; with `answers` the scores of answers too."""
         job = self.job
         started = time.perf_counter()
         with _memory_named(f"the evaluation after step {job.progress.step}"):
             figures = self.evaluator.losses(job.splits.evaluate)
+            if answers:
+                figures |= scores(job.model, job.splits.evaluate, job.recipe, job.precision, job.world)
         shown = "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
         rows = ", ".join(f"{len(rows.documents)} held-out documents" for rows in job.splits.evaluate.values())
         job.log.say(f"step {job.progress.step}  {shown}  ({rows}, {time.perf_counter() - started:.1f} s)")

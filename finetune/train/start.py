@@ -22,6 +22,7 @@ from finetune.data.own_chat import prepare_tokenizer
 from finetune.environment import Launch
 from finetune.errors import InputError, StoppedError
 from finetune.generate.evaluate import Evaluator
+from finetune.generate.scores import check_scores
 from finetune.kernels.precision import DTYPES, loss_scale
 from finetune.machine.collectives import World, join, leave
 from finetune.models.adapter_folder import as_planned
@@ -60,6 +61,7 @@ def start(recipe: Recipe, launch: Launch) -> Result:
 def _run(recipe: Recipe, launch: Launch, world: World) -> Result:
     log = Log(speaks=world.first)
     metrics.check_trackers(recipe.run.trackers)
+    check_scores(recipe.evaluate.scores)
     threads(world, launch, log)
     folder, checkpoint = run_folder(recipe, world, log)
     with ExitStack() as stack:

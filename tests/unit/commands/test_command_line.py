@@ -62,7 +62,7 @@ def test_help_of_train_lists_every_key_with_its_meaning_and_default(capsys: pyte
     with_word = capsys.readouterr().out
     assert main(["recipe=quickstart", "--help"]) == 0
     assert capsys.readouterr().out == with_word
-    assert len(KEYS) == 103
+    assert len(KEYS) == 105
     for key in KEYS.values():
         assert f"  {key.name}" in with_word
         assert key.doc
@@ -272,7 +272,7 @@ def test_what_does_not_act_on_a_finished_run_is_refused(capsys: pytest.CaptureFi
     for key in ("train.batch", "adapter.path", "run.dir"):
         assert f"command line {key}: has no effect here: the run is finished" in err
     assert "command line generate" not in err
-    assert main(["evaluate", "run=x", "generate.max_tokens=3", "data.valid_path=v", "evaluate.sets.a=b"]) == 2
+    assert main(["evaluate", "run=x", "train.batch=3", "data.valid_path=v", "evaluate.sets.a=b"]) == 2
     err = capsys.readouterr().err
     assert err.count("has no effect here") == 1
 
