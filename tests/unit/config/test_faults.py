@@ -278,6 +278,7 @@ EVERY_KEY: dict[str, str] = {
     "train.last_blocks": "~", "train.modules": "[]", "train.freeze": "~",
     "train.max_grad_norm": "~", "train.seed": "7", "train.stop_after": "2",
     "evaluate.every": "2", "evaluate.sets": "{hard: h.jsonl, 'a.b': c.jsonl}", "evaluate.max_rows": "5", "evaluate.samples": "0",
+    "evaluate.scores": "exact_match", "evaluate.answers": "7",
     "checkpoint.every": "4", "checkpoint.keep": "1", "checkpoint.keep_best": "hard/eval_loss",
     "generate.max_tokens": "9", "generate.temperature": "0.5",
     "plan.gpu_memory": "8GiB", "plan.host_memory": "24GB", "plan.exact": "bitwise", "plan.micro_batch": "2",
@@ -286,7 +287,7 @@ EVERY_KEY: dict[str, str] = {
     "plan.optimizer_in_backward": "no", "plan.embedding_placement": "device", "plan.probe": "no",
     "plan.compile": "no", "plan.data": "1", "plan.shard": "1", "plan.tensor": "1", "plan.context": "1",
     "plan.fast_block": "no", "plan.attention": "auto",
-    "run.dir": "runs/${recipe}", "run.trackers": "wandb",
+    "run.dir": "runs/${recipe}", "run.trackers": "wandb", "run.keep": "false",
 }  # fmt: skip
 """Every key of the schema, away from its default where it can be."""
 
