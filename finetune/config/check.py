@@ -203,9 +203,24 @@ def _schedule(recipe: Recipe) -> Problems:
         yield Problem(
             ("schedule.final", "schedule.name"), what, "write schedule.name=linear or cosine, or leave one out"
         )
+    if (
+        schedule.name == "wsd"
+        and schedule.decay == 0
+        and schedule.final != type(schedule).model_fields["final"].default
+    ):
+        what = f"the rate is to end at {schedule.final:g} of its peak, and schedule.decay=0 leaves no step for it"
+        yield Problem(("schedule.final", "schedule.decay"), what, "give schedule.decay, or leave schedule.final out")
     if schedule.name != "wsd" and schedule.decay != type(schedule).model_fields["decay"].default:
         what = f"schedule.decay is {schedule.decay:g}, and {schedule.name} has no part of its own for it"
         yield Problem(("schedule.decay", "schedule.name"), what, "write schedule.name=wsd, or leave schedule.decay out")
+
+
+def _trial(recipe: Recipe) -> Problems:
+    if not recipe.run.keep and recipe.resume is not None:
+        what = (
+            "a trial keeps nothing, and going on from a checkpoint would overwrite the figures of the run that it is of"
+        )
+        yield Problem(("run.keep", "resume"), what, "leave one of the two out")
 
 
 def _levers(recipe: Recipe) -> Problems:
@@ -239,6 +254,7 @@ RULES: tuple[Callable[[Recipe], Problems], ...] = (
     _schedule,
     _evaluation,
     _levers,
+    _trial,
     _built,
 )
 

@@ -280,7 +280,7 @@ class RunSection(Section):
     trackers: Names = ()
     """tensorboard, wandb, trackio, mlflow."""
     keep: Switch = True
-    """Write checkpoints and the result. false: a trial, of which the metrics and the summary are left."""
+    """Write checkpoints and the result. false: a trial, of which the metrics and, at its end, the summary are left."""
 
 
 class Recipe(Section):

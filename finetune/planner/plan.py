@@ -123,6 +123,10 @@ def _reasons(space: Space, chosen: Candidate, candidates: list[Candidate]) -> tu
             plan.attention, f"the {plan.attention} kernel"
         )
         reasons.append(f"fast blocks: fused operations (other roundings), attention by {kernel}")
+    elif plan.attention not in ("auto", "deterministic"):
+        reasons.append(f"plan.attention={plan.attention} does nothing here: it is for fast blocks, which run on a GPU")
+    if space.precision == "tf32" and plan.device == "cpu":
+        reasons.append("tf32 changes nothing on a CPU: products are made in fp32")
     for lever in LEVERS.values():
         value = getattr(plan, lever.field)
         if value == lever.off:

@@ -287,7 +287,7 @@ EVERY_KEY: dict[str, str] = {
     "plan.optimizer_in_backward": "no", "plan.embedding_placement": "device", "plan.probe": "no",
     "plan.compile": "no", "plan.data": "1", "plan.shard": "1", "plan.tensor": "1", "plan.context": "1",
     "plan.fast_block": "no", "plan.attention": "auto",
-    "run.dir": "runs/${recipe}", "run.trackers": "wandb", "run.keep": "false",
+    "run.dir": "runs/${recipe}", "run.trackers": "wandb", "run.keep": "true",
 }  # fmt: skip
 """Every key of the schema, away from its default where it can be."""
 
