@@ -313,7 +313,7 @@ def test_b64_every_key_given_is_in_the_resolved_recipe_and_survives_being_saved(
     at_default = {"task", "model.path", "data.path", "data.valid_share", "train.batch_tokens", "plan.resident_blocks"}
     at_default |= {"train.last_blocks", "train.modules", "train.freeze"}  # they do not go with an adapter
     at_default |= {f"data.{name}" for name in ("mixture", "weights", "on_exhausted", "streaming", "shuffle_buffer")}
-    at_default |= {"model.trained", "schedule.decay", "plan.attention"}
+    at_default |= {"model.trained", "schedule.decay", "plan.attention", "run.keep"}
     assert changed == set(EVERY_KEY) - at_default
 
     save_recipe(recipe, tmp_path / "recipe.yaml")
@@ -368,3 +368,17 @@ def test_the_names_of_other_tools_lead_to_keys_that_exist() -> None:
     assert set(ELSEWHERE.values()) <= known
     assert KNOWN.trackers == TRACKERS
     assert not {name for name in ELSEWHERE if (name,) in KEYS}
+
+
+def test_no_adapter_on_the_command_line_sets_the_recipes_own_aside_and_says_so() -> None:
+    from finetune.config.load import load_recipe, notes_of_words
+
+    words = ["adapter.kind=none"]
+    recipe = load_recipe("quickstart", words)
+    assert recipe.adapter.kind == "none"
+    assert recipe.adapter.rank == 16
+    assert notes_of_words("quickstart", words) == [
+        "adapter.kind=none: the recipe's own adapter.rank, adapter.alpha, adapter.targets are set aside"
+    ]
+    with pytest.raises(ConfigError, match=r"adapter\.rank is 4, and adapter\.kind is none"):
+        load_recipe("quickstart", [*words, "adapter.rank=4"])
