@@ -22,8 +22,9 @@ from finetune.planner.words import size
 
 LENGTHS = 4096
 """Rows whose lengths are looked at for the padding that a micro-batch costs."""
-EQUAL = 0.01
-"""Plans within this share of the fastest count as equally fast; the one that needs least memory is taken."""
+EQUAL = 0.03
+"""Plans within this share of the fastest count as equally fast, since times are no better known than that: of these the one
+that asks least of the host, then the one that needs least memory is taken."""
 
 
 @dataclass(frozen=True)
