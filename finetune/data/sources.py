@@ -85,7 +85,11 @@ def load_records(path: str | None, data: DataSection) -> Records:
     """
     if not path:
         raise DataError("no data is named", where="data.path", remedy="give data.path=FILE or a hub data set id")
-    records = _records(path, data).first(data.max_rows)
+    try:
+        records = _records(path, data).first(data.max_rows)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise DataError(f"cannot be read: {reason}", where=path, remedy="check the file's permissions") from error
     if not len(records):
         raise DataError("the file has no rows", where=path, remedy="give a file with at least one row")
     rows = shaped(records[:], data)
@@ -98,15 +102,43 @@ def _records(path: str, data: DataSection) -> Records:
         return _many(path, _documents(path, file), skip, data.max_rows)
     if file.exists():
         return _one(_read_file(path, file, skip))
-    outer, _, key = path.rpartition(":")
-    if outer and files.inner_suffix(files.place(outer)) == ".json" and files.place(outer).exists():
-        inside = files.place(outer)
-        return _one(read_key(outer, files.text(outer, files.contents(outer, inside)), key, skip))
+    inside = _inside(path)
+    if inside is not None:
+        outer, file, key = inside
+        return _one(read_key(outer, files.text(outer, files.contents(outer, file)), key, skip))
     if files.is_pattern(path):
         return _many(path, files.matching(path), skip, data.max_rows)
     if _is_hub_name(path, file):
         return _one(read_hub(path, data.split))
     raise files.missing_error(path, file)
+
+
+def files_of(path: str) -> list[Path] | None:
+    """The files that a path means, in the order of their rows; None for a hub data set. DataError as load_records raises."""
+    if not path:
+        raise DataError("no data is named", where="data.path", remedy="give data.path=FILE or a hub data set id")
+    file = files.place(path)
+    if file.is_dir():
+        return _documents(path, file)
+    if file.exists():
+        return [file]
+    inside = _inside(path)
+    if inside is not None:
+        return [inside[1]]
+    if files.is_pattern(path):
+        return files.matching(path)
+    if _is_hub_name(path, file):
+        return None
+    raise files.missing_error(path, file)
+
+
+def _inside(path: str) -> tuple[str, Path, str] | None:
+    """The file's name, the file and the key of `file.json:key`; None for what is no such path."""
+    outer, _, key = path.rpartition(":")
+    file = files.place(outer) if outer else None
+    if file is None or files.inner_suffix(file) != ".json" or not file.exists():
+        return None
+    return outer, file, key
 
 
 def _one(lines: Lines) -> Records:
