@@ -100,7 +100,9 @@ def _empty_error(report: DataReport) -> DataError:
         return DataError(what, where=where, remedy="raise data.max_tokens, or set data.on_long=truncate")
     first = next((f"; the first is {places[0]}" for places in report.places.values() if places), "")
     what = f"0 of {total} rows left, so 0 tokens would be trained ({reasons}{first})"
-    remedy = f"look at the rows' roles and at data.template={report.template} with data.train_on={report.train_on}"
+    remedy = (
+        f"mend them; or look at their roles, and at data.template={report.template}, data.train_on={report.train_on}"
+    )
     return DataError(what, where=where, remedy=remedy)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -92,6 +93,8 @@ def load_records(path: str | None, data: DataSection) -> Records:
         raise DataError(f"cannot be read: {reason}", where=path, remedy="check the file's permissions") from error
     if not len(records):
         raise DataError("the file has no rows", where=path, remedy="give a file with at least one row")
+    if all(BROKEN in row for row in records):
+        raise _nothing_left(records)
     rows = shaped(records[:], data)
     return Records(rows, records.path, records._places, records._unit, records._parts)
 
@@ -111,6 +114,14 @@ def _records(path: str, data: DataSection) -> Records:
     if _is_hub_name(path, file):
         return _one(read_hub(path, data.split))
     raise files.missing_error(path, file)
+
+
+def _nothing_left(records: Records) -> DataError:
+    """What to say where data.on_bad_row=skip skips every row."""
+    reasons = Counter(row[BROKEN][1] for row in records)
+    counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
+    what = f"0 of {len(records):,} rows left ({counted}); the first: {records[0][BROKEN][0]}"
+    return DataError(what, where=records.where(0), remedy="mend the rows, or look whether this is a file of that kind")
 
 
 def files_of(path: str) -> list[Path] | None:
@@ -142,8 +153,6 @@ def _inside(path: str) -> tuple[str, Path, str] | None:
 
 
 def _one(lines: Lines) -> Records:
-    if lines.first_fault is not None and all(BROKEN in row for row in lines.rows):
-        raise lines.first_fault  # nothing would be left, and this says why
     return Records(lines.rows, lines.path, lines.places, lines.unit)
 
 
