@@ -70,6 +70,10 @@ class Records(Sequence[Record]):
         """Every column that a row has, in order of first appearance."""
         return list(dict.fromkeys(name for row in self._rows for name in row if name != BROKEN))
 
+    def headers(self) -> list[tuple[list[str], int]]:
+        """The columns of each part that a recipe names, with the part's first row. A missing column is a fault of a part."""
+        return [(self.columns(), 0)]
+
     def first(self, count: int | None) -> Records:
         """The first rows; None: all of them."""
         if count is None or count >= len(self):
