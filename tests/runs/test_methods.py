@@ -21,6 +21,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "olora": {"adapter__init": "olora", "adapter__alpha": 4},
     "whole head": {"adapter__modules_to_save": ["lm_head"], "optimizer__lr": 1e-3},
     "new tokens": {"model__new_tokens": NEW},
+    "new tokens, pissa": {"model__new_tokens": NEW, "adapter__init": "pissa"},
     "new tokens, full": {"model__new_tokens": NEW, "adapter": {"kind": "none"}, "optimizer__lr": 1e-3},
     "nf4 alone": {"model__base": "nf4", "model__double_quant": False},
     "int8": {"model__base": "int8"},

@@ -9,10 +9,10 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from finetune.checkpoint.export import export_adapter, export_merged
+from finetune.checkpoint.export import check_export, export_adapter, export_merged
 from finetune.checkpoint.verify import verify_adapter, verify_merged
 from finetune.config.schema import AdapterSection
-from finetune.errors import ModelError
+from finetune.errors import CheckpointError, ModelError
 from finetune.models.adapter_folder import as_planned
 from finetune.models.load import load_base, load_model, load_tokenizer
 from finetune.models.new_tokens import tokens_of
@@ -310,3 +310,34 @@ def test_new_tokens_and_an_adapter_on_the_embedding_are_refused(make_folder, rec
     made = recipe(make_folder(), model={"new_tokens": TOKENS}, adapter={"kind": "lora", "targets": ["embed_tokens"]})
     with pytest.raises(ModelError, match=r"rows of new tokens(.|\n)*adapter\.modules_to_save"):
         load_model(made, "cpu", "fp32")
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("saved", [[], ["norm"], ["embed_tokens", "lm_head"]])
+def test_inits_from_the_base_come_back_with_new_tokens_and_whole_layers(
+    make_folder, recipe, tmp_path, init, tied, saved
+):
+    place = make_folder(tie_word_embeddings=tied, vocab_size=261)
+    adapter = {"kind": "lora", "rank": 4, "alpha": 4, "init": init, "modules_to_save": saved}
+    made = recipe(place, model={"new_tokens": TOKENS}, adapter=adapter)
+    model = load_model(made, "cpu", "fp32")
+    check_export(model)
+    batch = torch.tensor([[1, 2, 261, 3, 262, 263, 4, 261, 9]])
+    train(model, ids=batch)
+    live = logits(model.module, batch)
+    folder = export_adapter(model, tmp_path / "adapter", TOKENS)
+    plain = AutoModelForCausalLM.from_pretrained(place)
+    plain.resize_token_embeddings(264)
+    torch.testing.assert_close(logits(PeftModel.from_pretrained(plain, folder), batch), live, atol=1e-4, rtol=0)
+    kept = AdapterSection(kind="lora", path=str(folder))
+    again = load_model(made.model_copy(update={"adapter": kept}), "cpu", "fp32")
+    torch.testing.assert_close(logits(again.module, batch), live, atol=1e-4, rtol=0)
+
+
+def test_an_export_that_cannot_be_widened_is_found_before_training(make_folder, recipe):
+    model = load_model(recipe(make_folder(), adapter={"kind": "lora", "rank": 4, "init": "pissa"}), "cpu", "fp32")
+    layer = model.base.get_submodule("model.layers.0.self_attn.q_proj")
+    layer.lora_A["initial"].weight.data = torch.zeros(3, 32)
+    with pytest.raises(CheckpointError, match=r"q_proj\.lora_A\.weight began with another shape, \[3, 32\]"):
+        check_export(model)
