@@ -13,12 +13,14 @@ ADAPTER_ALONE = ("rank", "alpha", "dropout", "targets", "scaling", "init", "rank
 def _adapter_init(recipe: Recipe) -> Problems:
     """pissa and olora begin by taking the adapter out of the base's own weights."""
     adapter = recipe.adapter
+    if adapter.init != "default" and adapter.path is not None:
+        what = f"adapter.init={adapter.init} makes a new adapter, and one is to be gone on from"
+        yield Problem(("adapter.init", "adapter.path"), what, "write adapter.init=default, or change the other")
     if adapter.init not in ("pissa", "olora"):
         return
     for key, clashes, why in (
         ("model.base", recipe.model.base != "same", "takes the adapter out of the base, which quantisation would blur"),
         ("adapter.kind", adapter.kind == "dora", "changes the base, whose norms dora keeps"),
-        ("adapter.path", adapter.path is not None, "makes a new adapter, and one is to be gone on from"),
     ):
         if clashes:
             what = f"adapter.init={adapter.init} {why}"

@@ -87,7 +87,7 @@ class AdapterSection(Section):
     """Names of linear layers (each must match), or all-linear."""
     ranks: Counts = {}
     """Name or pattern of targets: their rank, where it is not adapter.rank."""
-    alphas: Counts = {}
+    alphas: Weights = {}
     """Name or pattern of targets: their alpha, where it is not adapter.alpha."""
     modules_to_save: Names = ()
     """Names of layers (norms, embed_tokens, lm_head) that are trained whole and saved with the adapter."""

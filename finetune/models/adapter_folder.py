@@ -108,12 +108,28 @@ def settings_of(facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def is_written(adapter: AdapterSection, name: str) -> bool:
+    """Whether the recipe says this key: with another value than the default, or with the default written out.
+
+    A run's own recipe.yaml writes every key, so there a default says nothing.
+    """
+    fields = type(adapter).model_fields
+    every = len(adapter.model_fields_set) == len(fields)
+    return getattr(adapter, name) != fields[name].default or (name in adapter.model_fields_set and not every)
+
+
 def held_to(facts: dict[str, Any], adapter: AdapterSection) -> None:
-    """ModelError where the recipe names a value that is not the field's default and not the folder's."""
+    """ModelError where the recipe names a value that is not the folder's."""
     stored = settings_of(facts)
+    if adapter.init != "default":
+        raise ModelError(
+            f"adapter.init={adapter.init} says how a new adapter begins, and one is gone on from",
+            where="adapter.init",
+            remedy="leave it out: the folder's weights are where it begins",
+        )
     for name in ("kind", "rank", "alpha", "scaling"):
         asked, has = getattr(adapter, name), stored[name]
-        if asked != has and (name == "kind" or asked != AdapterSection.model_fields[name].default):
+        if asked != has and (name == "kind" or is_written(adapter, name)):
             given, has = (f"{value:g}" if isinstance(value, float) else value for value in (asked, has))
             raise ModelError(
                 f"adapter.{name}={given}, but the adapter that is gone on from has {has}",
