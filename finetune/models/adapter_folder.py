@@ -15,7 +15,7 @@ from typing import Any
 from finetune.config.schema import AdapterSection, Recipe
 from finetune.environment import user_path
 from finetune.errors import ModelError
-from finetune.models.new_tokens import tokens_of
+from finetune.models.new_tokens import with_tokens
 
 WEIGHTS, PICKLE, CONFIG = "adapter_model.safetensors", "adapter_model.bin", "adapter_config.json"
 MARKER = "finetune.json"
@@ -148,9 +148,7 @@ def held_to(facts: dict[str, Any], adapter: AdapterSection) -> None:
 def as_planned(recipe: Recipe) -> Recipe:
     """The recipe with the settings of the adapter that it goes on from, and the new tokens of its file, for whoever
     counts bytes. Raises ModelError as loading does."""
-    if recipe.model.new_tokens_path is not None:
-        told = {"new_tokens": tokens_of(recipe.model), "new_tokens_path": None}
-        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=told)})
+    recipe = with_tokens(recipe)
     if recipe.adapter.path is None:
         return recipe
     facts = read_config(user_path(recipe.adapter.path, "adapter.path"))
