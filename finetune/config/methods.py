@@ -24,7 +24,7 @@ def _adapter_init(recipe: Recipe) -> Problems:
     ):
         if clashes:
             what = f"adapter.init={adapter.init} {why}"
-            yield Problem(("adapter.init", key), what, "write adapter.init=default, or change the other")
+            yield Problem(("adapter.init", key), what, "write adapter.init=default, or change the other", training=True)
 
 
 def adapter(recipe: Recipe) -> Problems:
@@ -44,7 +44,8 @@ def adapter(recipe: Recipe) -> Problems:
     if recipe.model.base != "same":
         bits = "4" if recipe.model.base == "nf4" else "8"
         what = f"a base in {bits} bits cannot be trained itself, and there is no adapter"
-        yield Problem(("model.base", "adapter.kind"), what, "write adapter.kind=lora (QLoRA), or model.base=same")
+        remedy = "write adapter.kind=lora (QLoRA), or model.base=same"
+        yield Problem(("model.base", "adapter.kind"), what, remedy, training=True)
     if adapter.path is not None:
         what = f"an adapter is to be gone on from ({adapter.path}), and adapter.kind is none"
         yield Problem(("adapter.path", "adapter.kind"), what, "write adapter.kind=lora, or leave adapter.path out")
