@@ -86,7 +86,8 @@ def _trained(recipe: Recipe) -> Problems:
         yield Problem(("model.trained", "adapter.kind"), what, "leave model.trained out, or write adapter.kind=none")
     if recipe.model.precision == "fp32":
         what = f"model.trained={trained} keeps weights in bf16, and products are to be made in fp32"
-        yield Problem(("model.trained", "model.precision"), what, "write model.precision=bf16, or model.trained=fp32")
+        remedy = "write model.precision=bf16, or model.trained=fp32"
+        yield Problem(("model.trained", "model.precision"), what, remedy, training=True)
 
 
 def _rate(recipe: Recipe) -> Problems:

@@ -72,12 +72,14 @@ def load_recipe(
     overrides: Sequence[str] = (),
     known: Known | None = None,
     launch: environment.Launch | None = None,
+    finished: bool = False,
 ) -> Recipe:
     """The recipe that `source` and `key=value` overrides make.
 
     `known` holds the names that tables have (none: names are not checked); `launch` is what the launcher says, read from
     the environment when it is not given. The launcher's choices are checked against the recipe and not put into it:
-    `check.resolve_launch` does that. Raises ConfigError with all faults.
+    `check.resolve_launch` does that. `finished`: the source is a run whose result is only read, so rules about how
+    training begins do not hold. Raises ConfigError with all faults.
     """
     base, stem = _read(source)
     words = read_words(overrides)
@@ -98,7 +100,7 @@ def load_recipe(
     if whole:
         launch = environment.launch() if launch is None else launch
         for problem in problems(recipe, known, launch):
-            if not any(_inside(key, faulty) for key in problem.keys):
+            if not any(_inside(key, faulty) for key in problem.keys) and not (finished and problem.training):
                 where = " and ".join(_where(tuple(key.split(".")), base.name, places) for key in problem.keys)
                 found.append(Fault(where, problem.what, problem.remedy))
     if found:
