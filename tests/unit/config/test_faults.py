@@ -376,20 +376,6 @@ def test_the_names_of_other_tools_lead_to_keys_that_exist() -> None:
     assert not {name for name in ELSEWHERE if (name,) in KEYS}
 
 
-def test_no_adapter_on_the_command_line_sets_the_recipes_own_aside_and_says_so() -> None:
-    from finetune.config.load import load_recipe, notes_of_words
-
-    words = ["adapter.kind=none"]
-    recipe = load_recipe("quickstart", words)
-    assert recipe.adapter.kind == "none"
-    assert recipe.adapter.rank == 16
-    assert notes_of_words("quickstart", words) == [
-        "adapter.kind=none: the recipe's own adapter.rank, adapter.alpha, adapter.targets are set aside"
-    ]
-    with pytest.raises(ConfigError, match=r"adapter\.rank is 4, and adapter\.kind is none"):
-        load_recipe("quickstart", [*words, "adapter.rank=4"])
-
-
 @pytest.mark.parametrize(
     ("run", "word", "what"),
     [
