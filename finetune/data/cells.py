@@ -26,6 +26,11 @@ class RowError(DataError):
         self.skippable = skippable
 
 
+def empty_answer(where: str, what: str = "the answer is empty") -> RowError:
+    """The fault of a row that leaves nothing to learn; an answer that is a stop token only is empty too."""
+    return RowError(what, where, reason=what, remedy="write it, or set data.on_bad_row=skip")
+
+
 def is_empty(value: object) -> bool:
     """None, NaN (an empty cell of a table of numbers) or white space only."""
     return value is None or value != value or (isinstance(value, str) and not value.strip())

@@ -16,6 +16,7 @@ from finetune.data.cells import RowError, is_empty, json_cell, text_cell
 Message = dict[str, Any]
 FORMS = (("role", "content"), ("from", "value"))
 MAY_BE_EMPTY = ("system", "tool")
+SECOND_CONTENT = "messages with a content and a value that differ (the one that belongs to their role key is taken)"
 STRAY_ARGUMENTS = "tool call arguments that are not a JSON object"
 
 
@@ -96,6 +97,9 @@ def _message(item: object, roles: Mapping[str, str], place: str, notes: set[str]
         message["tool_calls"] = [_as_call(call) for call in (called if isinstance(called, (list, tuple)) else [called])]
         role = "assistant"
     content = _content(message.pop(content_key, None), content_key, place, notes)
+    other = next(key for _, key in FORMS if key != content_key)
+    if not is_empty(message.get(other)) and message[other] != content:
+        notes.add(SECOND_CONTENT)
     calls = _calls(message, place)
     if is_empty(content) and not (role == "assistant" and calls) and role not in MAY_BE_EMPTY:
         what = f"{content_key!r} of the {role} message is empty"
