@@ -22,6 +22,8 @@ from finetune.errors import DataError
 
 PROBES = ("qzprobeone", "qzprobetwo", "qzprobethree")
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+THOUGHT = re.compile(r"\s*</?think(ing)?>")
+"""Where thoughts begin or end: a model is asked with its thoughts open, and old turns are written with them closed."""
 STOPPED = "answers that already ended with the stop token (not doubled)"
 DROPPED_CONTENT = "assistant contents that the chat template leaves out beside tool calls"
 
@@ -271,9 +273,16 @@ def _lay_over(text: str, pieces: Sequence[str]) -> list[int] | None:
     return None if whole is None else whole[:-1]
 
 
-def _shared_start(left: str, right: str) -> str:
+def _shared_start(left: str, right: str, form: ChatForm) -> str:
+    """What both texts begin with, in whole tokens: <|im_start|> and <|im_end|> share nothing."""
     shorter = min(len(left), len(right))
-    return left[: next((at for at in range(shorter) if left[at] != right[at]), shorter)]
+    cut = next((at for at in range(shorter) if left[at] != right[at]), shorter)
+    if cut == len(left) or cut == len(right):
+        return left[:cut]
+    for at in range(cut):
+        if any(at + len(form.added_token(text[at:])) > cut for text in (left, right)):
+            return left[:at]
+    return left[:cut]
 
 
 def _after(text: str, probe: str, form: ChatForm) -> str:
@@ -317,18 +326,20 @@ def _measure(form: ChatForm) -> Probe:
 
 def _header(form: ChatForm, asked: str, prompt: str, between: str, warnings: list[str]) -> tuple[str, str]:
     """The generation prompt's end as training text has it, and the template's own text between it and an answer."""
-    common = _shared_start(prompt, between)
+    common = _shared_start(prompt, between, form)
     if prompt == asked and between[len(common) :].strip():
         warnings.append(
             f"the chat template of {form.name} ignores add_generation_prompt: answers start without a header"
         )
         return between[len(common) :], ""
-    if common != prompt:
-        extra = prompt[len(common) :]
+    extra, lead = prompt[len(common) :], between[len(common) :]
+    if extra.strip() and lead.strip() and not (THOUGHT.match(extra) and THOUGHT.match(lead)):
+        what = f"the chat template of {form.name} asks for an answer with {prompt!r}, and writes {between!r} before one"
+        raise DataError(what, remedy="write both alike, so that a turn's header is never learned")
+    if extra:
         warnings.append(
             f"the chat template of {form.name} asks for an answer with {extra!r}, which training text lacks"
         )
-    lead = between[len(common) :]
     if lead.strip():
         warnings.append(
             f"the chat template of {form.name} puts {lead!r} before an answer; it is trained, as the model writes it"
