@@ -317,9 +317,9 @@ def test_a_generation_prompt_that_training_text_does_not_have_is_refused(tmp_pat
         "kind: messages\ncolumns: {messages: {required: true}}\nroles: {user: user, assistant: assistant}\n"
         f'chat_template: "{form}"\n'
     )
-    with pytest.raises(DataError, match="asks for an answer with .* before one"):
+    with pytest.raises(DataError, match=r"asks for an answer with .* before one"):
         Renderer(load_template(str(own)), tiny_tokenizer(None))
-    with pytest.raises(DataError, match="asks for an answer with .* before one"):
+    with pytest.raises(DataError, match=r"asks for an answer with .* before one"):
         ChatForm(tiny_tokenizer(chat_forms.CHATML.replace("assistant\n", "model\n")))
 
 
