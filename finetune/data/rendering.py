@@ -71,10 +71,15 @@ class Renderer:
         return self.form.probe.stop if self.form else self.end
 
     def warnings(self) -> list[str]:
-        """What is odd about this tokenizer and its chat template, for every row alike."""
+        """What is odd about this tokenizer, its chat template and `data.columns`, for every row alike."""
+        doubled = self.template.doubled()
         if self.form:
-            return [*self._adopted, *self.form.probe.warnings]
-        return [] if self.end else ["the tokenizer has no end-of-text token: the model cannot learn to stop"]
+            return [*doubled, *self._adopted, *self.form.probe.warnings]
+        return (
+            doubled
+            if self.end
+            else [*doubled, "the tokenizer has no end-of-text token: the model cannot learn to stop"]
+        )
 
     def render(self, record: Mapping[str, Any], where: str) -> Rendered:
         """One record as text with its learned spans; RowError names the row, the column and the reason."""
@@ -230,5 +235,7 @@ def missing_column(name: str, found: list[str], where: str, template: Template) 
         (column.name for column in template.columns if template.mapping.get(column.name, column.name) == name), name
     )
     remedy = f"set data.columns.{column}=NAME if the file calls it otherwise"
+    if column in template.mapping:
+        remedy = f"data.columns.{column} says {name!r}: give one of the columns found"
     what = f"the column {name!r} that the template {template.name!r} needs is missing; columns found: {shown}"
     return RowError(what + nearest(name, found), where, reason=f"the column {name!r} is missing", remedy=remedy)

@@ -108,6 +108,16 @@ class Template:
                 raise DataError(f"the template {self.name!r} has no column {name!r}", where=where, remedy=remedy)
         return replace(self, mapping=dict(mapping))
 
+    def doubled(self) -> list[str]:
+        """Warnings of `data.columns`: a column of the file that two columns of the template take."""
+        taken = {column.name: self.mapping.get(column.name, column.name) for column in self.columns}
+        found = []
+        for name in dict.fromkeys(self.mapping.values()):
+            own = [column for column, source in taken.items() if source == name]
+            if len(own) > 1:
+                found.append(f"data.columns: the column {name!r} is taken as {' and as '.join(own)}")
+        return found
+
     def file_columns(self, present: Mapping[str, Any] | list[str]) -> dict[str, str]:
         """Template column: the column of a file that has `present`; absent optional columns are left out."""
         found = {}

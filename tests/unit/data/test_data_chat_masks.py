@@ -240,7 +240,7 @@ def test_b46_all_forms_of_a_chat_give_the_same_tokens(prepared: Callable[..., An
         DataError, match=r"line 1, message 1: .*neither role/content nor from/value .its keys: speaker, text"
     ):
         prepared([{"messages": [{"speaker": "user", "text": "Hi"}]}])
-    with pytest.raises(DataError, match=r"holds a dict; a list of messages is wanted"):
+    with pytest.raises(DataError, match=r"holds an object; a list of messages is wanted"):
         prepared([{"messages": {"role": "user", "content": "Hi"}}])
 
 
@@ -277,7 +277,7 @@ def test_b55_tools_as_list_or_text_are_equal_and_other_things_are_refused() -> N
     without = render(chat_forms.TOOLS, TALK)
     for nothing in ([], None, "[]", ""):
         assert render(chat_forms.TOOLS, TALK, tools=nothing) == without
-    with pytest.raises(RowError, match=r"rows line 1: column 'tools' holds a dict"):
+    with pytest.raises(RowError, match=r"rows line 1: column 'tools' holds an object"):
         render(chat_forms.TOOLS, TALK, tools=tools[0])
     with pytest.raises(RowError, match=r"rows line 1: column 'tools' is text that is not JSON"):
         render(chat_forms.TOOLS, TALK, tools="[{")
