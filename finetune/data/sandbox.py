@@ -266,7 +266,7 @@ def _bounded(value: Any) -> Any:
     return value
 
 
-def _call(name: str, arguments: list[nodes.Expr]) -> nodes.Call:
+def _call(name: str, arguments: list[Any]) -> nodes.Call:
     return nodes.Call(nodes.Name(name, "load"), arguments, [], None, None)
 
 

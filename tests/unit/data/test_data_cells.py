@@ -105,7 +105,9 @@ def test_a_role_that_is_no_name_is_a_fault_of_its_row() -> None:
 
 
 def test_a_mapped_column_that_is_missing_is_not_told_to_be_mapped(prepared: Callable[..., Any]) -> None:
-    with pytest.raises(DataError, match=r"data\.columns\.instruction says 'Instruction': give one of the columns found"):
+    with pytest.raises(
+        DataError, match=r"data\.columns\.instruction says 'Instruction': give one of the columns found"
+    ):
         prepared([{"instruction": "a", "output": "b"}], template="alpaca", columns={"instruction": "Instruction"})
 
 
