@@ -1,7 +1,8 @@
 """The command line: `finetune [WORD] key=value ...`, the same through `python -m finetune` and `accelerate launch -m finetune`.
 
 It finds the word, runs it, and turns what is raised into a message and an exit code: 0 done, 2 the input is wrong,
-3 nothing fits, 4 stopped by a signal after saving, 1 a fault of ours (the only one that shows a traceback).
+3 nothing fits, 4 stopped by a signal after saving, 130 interrupted at once by Ctrl-C, 141 the reader of our output left,
+1 a fault of ours (the only one that shows a traceback).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def main(words: Sequence[str] | None = None) -> int:
         _print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
+        print("interrupted (Ctrl-C)", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         _close_stdout()

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from finetune.checkpoint.folders import written
 from finetune.checkpoint.generation import sound_generation_config
-from finetune.checkpoint.initial import INITIAL, widen
+from finetune.checkpoint.initial import INITIAL, PAIR, widen, widen_config, widened
 from finetune.checkpoint.merge import Merged, base_dtype, merge, merge_faults, merge_notices
 from finetune.contracts import Model
 from finetune.errors import CheckpointError, FinetuneError
@@ -36,7 +36,6 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 SLACK = 256 * 1024
 """Bytes beside the weights, at the least: settings and a small tokenizer."""
-PAIR = re.compile(r"\.lora_[AB]\.weight$")
 
 
 def check_export(model: Model, kind: str = "") -> list[str]:
@@ -53,7 +52,7 @@ def check_export(model: Model, kind: str = "") -> list[str]:
         with tempfile.TemporaryDirectory() as place:
             _save_tokenizer(model, Path(place))
             if kind == "adapter":
-                _peft(model).peft_config[_adapter_name(model)].save_pretrained(place)
+                _rehearse_adapter(model, Path(place))
             else:
                 generation, changed = sound_generation_config(model.base)
                 notices = notices + changed
@@ -67,6 +66,18 @@ def check_export(model: Model, kind: str = "") -> list[str]:
         remedy = "repair the model's configuration or tokenizer files"
         raise CheckpointError(f"saving this model would fail after training: {error}", model.source, remedy) from error
     return notices
+
+
+def _rehearse_adapter(model: Model, place: Path) -> None:
+    """What `export_adapter` does, with the tensors made and not written."""
+    module, name = _peft(model), _adapter_name(model)
+    tensors = _adapter_tensors(model)
+    _require_complete(model, set(tensors))
+    module.peft_config[name].save_pretrained(str(place))
+    _edit_json(place / ADAPTER_CONFIG, model.source)
+    if INITIAL in module.peft_config:
+        widened(tensors, module)
+        widen_config(place / ADAPTER_CONFIG)
 
 
 def adapter_notices(model: Model) -> list[str]:

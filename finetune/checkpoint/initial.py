@@ -9,33 +9,51 @@ Sources: https://arxiv.org/abs/2404.02948 (PiSSA, its conversion to LoRA), https
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
-from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+
+from finetune.errors import CheckpointError
 
 INITIAL = "initial"
 """The name of the frozen adapter, as models/adapters gives it."""
+PAIR = re.compile(r"\.lora_([AB])\.weight$")
 
 
 def widen(weights: Path, config: Path, module: PeftModel) -> None:
     """Rewrites a saved adapter's two files to twice the rank."""
-    stored = load_file(weights)
-    first = get_peft_model_state_dict(module, adapter_name=INITIAL, save_embedding_layers=False)
+    save_file(widened(load_file(weights), module), weights, metadata={"format": "pt"})
+    widen_config(config)
+
+
+def widened(stored: dict[str, torch.Tensor], module: PeftModel) -> dict[str, torch.Tensor]:
+    """The saved tensors with every A and B at twice the rank; layers and rows that are trained whole stay as they are.
+
+    CheckpointError when a pair has no first A or B, or one of another shape.
+    """
+    # By the parameters' own names: peft's state dict asks layers that are trained whole for this adapter too.
+    first = {name: parameter.detach() for name, parameter in module.named_parameters() if f".{INITIAL}." in name}
+    made = dict(stored)
     for name, tensor in stored.items():
-        if name not in first:
-            continue  # a layer that is trained whole
-        start = first[name].to(tensor)
-        if ".lora_A." in name:
-            stored[name] = torch.cat([tensor, start], dim=0).contiguous()
-        elif ".lora_B." in name:
-            stored[name] = torch.cat([tensor, -start], dim=1).contiguous()
-    save_file(stored, weights, metadata={"format": "pt"})
-    facts = json.loads(config.read_text())
-    config.write_text(json.dumps(_widened(facts), indent=2, sort_keys=True) + "\n")
+        found = PAIR.search(name)
+        if found is None:
+            continue
+        start = first.get(PAIR.sub(rf".lora_\1.{INITIAL}.weight", name))
+        if start is None or start.shape != tensor.shape:
+            what = "has no first weights" if start is None else f"began with another shape, {list(start.shape)}"
+            raise CheckpointError(f"{name} {what}, so it cannot be written onto the base as it was", "export")
+        side = (tensor, start.to(tensor)) if found[1] == "A" else (tensor, -start.to(tensor))
+        made[name] = torch.cat(side, dim=0 if found[1] == "A" else 1).contiguous()
+    return made
+
+
+def widen_config(config: Path) -> None:
+    """Rewrites a saved adapter's settings to twice the rank."""
+    config.write_text(json.dumps(_widened(json.loads(config.read_text())), indent=2, sort_keys=True) + "\n")
 
 
 def _widened(facts: dict[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,7 @@ def overview() -> str:
             "  accelerate launch -m finetune recipe=lora_qwen data.path=my.jsonl data.template=alpaca",
             "",
             "finetune WORD --help tells more; finetune train --help lists every key of a recipe.",
-            "Exit codes: 0 done, 2 the input is wrong, 3 nothing fits, 4 stopped by a signal after saving, 1 a fault of ours.",
+            "Exit codes: 0 done, 2 the input is wrong, 3 nothing fits, 4 stopped by a signal after saving,",
+            "130 interrupted by Ctrl-C, 141 the reader of the output left, 1 a fault of ours.",
         ]
     )

@@ -50,6 +50,15 @@ def run(recipe: Mapping[str, Any] | str | Path, *overrides: str) -> Result:
 def _start(recipe: Recipe, launch: environment.Launch) -> Result:
     resolved = resolve_launch(recipe, launch)
     tell(notes_of_launch(recipe, resolved, launch), launch)
+    from finetune.models.new_tokens import with_tokens
+
+    standing = with_tokens(resolved)
+    if standing is not resolved:
+        count = len(standing.model.new_tokens)
+        note = (
+            f"model.new_tokens_path={resolved.model.new_tokens_path} was read: the run keeps {count} model.new_tokens"
+        )
+        tell([note], launch)
     from finetune.train.start import start
 
-    return start(resolved, launch)
+    return start(standing, launch)

@@ -86,7 +86,8 @@ def _trained(recipe: Recipe) -> Problems:
         yield Problem(("model.trained", "adapter.kind"), what, "leave model.trained out, or write adapter.kind=none")
     if recipe.model.precision == "fp32":
         what = f"model.trained={trained} keeps weights in bf16, and products are to be made in fp32"
-        yield Problem(("model.trained", "model.precision"), what, "write model.precision=bf16, or model.trained=fp32")
+        remedy = "write model.precision=bf16, or model.trained=fp32"
+        yield Problem(("model.trained", "model.precision"), what, remedy, training=True)
 
 
 def _rate(recipe: Recipe) -> Problems:
@@ -203,9 +204,24 @@ def _schedule(recipe: Recipe) -> Problems:
         yield Problem(
             ("schedule.final", "schedule.name"), what, "write schedule.name=linear or cosine, or leave one out"
         )
+    if (
+        schedule.name == "wsd"
+        and schedule.decay == 0
+        and schedule.final != type(schedule).model_fields["final"].default
+    ):
+        what = f"the rate is to end at {schedule.final:g} of its peak, and schedule.decay=0 leaves no step for it"
+        yield Problem(("schedule.final", "schedule.decay"), what, "give schedule.decay, or leave schedule.final out")
     if schedule.name != "wsd" and schedule.decay != type(schedule).model_fields["decay"].default:
         what = f"schedule.decay is {schedule.decay:g}, and {schedule.name} has no part of its own for it"
         yield Problem(("schedule.decay", "schedule.name"), what, "write schedule.name=wsd, or leave schedule.decay out")
+
+
+def _trial(recipe: Recipe) -> Problems:
+    if not recipe.run.keep and recipe.resume is not None:
+        what = (
+            "a trial keeps nothing, and going on from a checkpoint would overwrite the figures of the run that it is of"
+        )
+        yield Problem(("run.keep", "resume"), what, "leave one of the two out")
 
 
 def _levers(recipe: Recipe) -> Problems:
@@ -239,6 +255,7 @@ RULES: tuple[Callable[[Recipe], Problems], ...] = (
     _schedule,
     _evaluation,
     _levers,
+    _trial,
     _built,
 )
 

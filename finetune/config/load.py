@@ -72,12 +72,14 @@ def load_recipe(
     overrides: Sequence[str] = (),
     known: Known | None = None,
     launch: environment.Launch | None = None,
+    finished: bool = False,
 ) -> Recipe:
     """The recipe that `source` and `key=value` overrides make.
 
     `known` holds the names that tables have (none: names are not checked); `launch` is what the launcher says, read from
     the environment when it is not given. The launcher's choices are checked against the recipe and not put into it:
-    `check.resolve_launch` does that. Raises ConfigError with all faults.
+    `check.resolve_launch` does that. `finished`: the source is a run whose result is only read, so rules about how
+    training begins do not hold. Raises ConfigError with all faults.
     """
     base, stem = _read(source)
     words = read_words(overrides)
@@ -87,6 +89,8 @@ def load_recipe(
     tree = _merge(base, words)
     if _other_data(base, words):
         tree["data"] = {**tree["data"], "valid_path": None, "valid_share": str(OWN_SHARE)}
+    if _no_adapter(base, words):
+        tree["adapter"] = {"kind": "none"}
     if stem is not None:
         tree.setdefault("recipe", stem)
     places = {**base.places, **words.places}
@@ -96,7 +100,7 @@ def load_recipe(
     if whole:
         launch = environment.launch() if launch is None else launch
         for problem in problems(recipe, known, launch):
-            if not any(_inside(key, faulty) for key in problem.keys):
+            if not any(_inside(key, faulty) for key in problem.keys) and not (finished and problem.training):
                 where = " and ".join(_where(tuple(key.split(".")), base.name, places) for key in problem.keys)
                 found.append(Fault(where, problem.what, problem.remedy))
     if found:
@@ -111,15 +115,27 @@ def _other_data(base: Document, words: Document) -> bool:
     return there and not named and bool(_value(base.tree, ("data", "valid_path")))
 
 
+def _no_adapter(base: Document, words: Document) -> bool:
+    """Whether the words ask for no adapter and the recipe describes one, whose settings then have no object."""
+    own = [place for place in words.places if place[0] == "adapter" and place[1:] != ("kind",)]
+    described = isinstance(base.tree.get("adapter"), Mapping) and len(base.tree["adapter"]) > 1
+    return _value(words.tree, ("adapter", "kind")) == "none" and not own and described
+
+
 def notes_of_words(source: Source, overrides: Sequence[str]) -> list[str]:
     """What the words decided although they do not say it, one line each."""
     base, words = _read(source)[0], read_words(overrides)
+    found = []
+    if _no_adapter(base, words):
+        aside = ", ".join(f"adapter.{name}" for name in base.tree["adapter"] if name != "kind")
+        found.append(f"adapter.kind=none: the recipe's own {aside} are set aside")
     if not _other_data(base, words):
-        return []
+        return found
     kept = _value(base.tree, ("data", "valid_path"))
     return [
+        *found,
         f"data.valid_path={kept} belongs to the recipe's own data; {OWN_SHARE:.0%} of the rows of data.path are held out "
-        "instead (say data.valid_path=FILE, or data.valid_share=0.1)"
+        "instead (say data.valid_path=FILE, or data.valid_share=0.1)",
     ]
 
 

@@ -13,16 +13,18 @@ ADAPTER_ALONE = ("rank", "alpha", "dropout", "targets", "scaling", "init", "rank
 def _adapter_init(recipe: Recipe) -> Problems:
     """pissa and olora begin by taking the adapter out of the base's own weights."""
     adapter = recipe.adapter
+    if adapter.init != "default" and adapter.path is not None:
+        what = f"adapter.init={adapter.init} makes a new adapter, and one is to be gone on from"
+        yield Problem(("adapter.init", "adapter.path"), what, "write adapter.init=default, or change the other")
     if adapter.init not in ("pissa", "olora"):
         return
     for key, clashes, why in (
         ("model.base", recipe.model.base != "same", "takes the adapter out of the base, which quantisation would blur"),
         ("adapter.kind", adapter.kind == "dora", "changes the base, whose norms dora keeps"),
-        ("adapter.path", adapter.path is not None, "makes a new adapter, and one is to be gone on from"),
     ):
         if clashes:
             what = f"adapter.init={adapter.init} {why}"
-            yield Problem(("adapter.init", key), what, "write adapter.init=default, or change the other")
+            yield Problem(("adapter.init", key), what, "write adapter.init=default, or change the other", training=True)
 
 
 def adapter(recipe: Recipe) -> Problems:
@@ -42,7 +44,8 @@ def adapter(recipe: Recipe) -> Problems:
     if recipe.model.base != "same":
         bits = "4" if recipe.model.base == "nf4" else "8"
         what = f"a base in {bits} bits cannot be trained itself, and there is no adapter"
-        yield Problem(("model.base", "adapter.kind"), what, "write adapter.kind=lora (QLoRA), or model.base=same")
+        remedy = "write adapter.kind=lora (QLoRA), or model.base=same"
+        yield Problem(("model.base", "adapter.kind"), what, remedy, training=True)
     if adapter.path is not None:
         what = f"an adapter is to be gone on from ({adapter.path}), and adapter.kind is none"
         yield Problem(("adapter.path", "adapter.kind"), what, "write adapter.kind=lora, or leave adapter.path out")

@@ -13,6 +13,8 @@ class Problem:
     keys: tuple[str, ...]
     what: str
     remedy: str
+    training: bool = False
+    """It is about how training begins: a finished run, which is only read, is not held to it."""
 
 
 Problems = Iterator[Problem]

@@ -61,7 +61,7 @@ class ModelSection(Section):
     new_tokens: Names = ()
     """Tokens to add to the vocabulary. Their rows begin as the mean of the others and are trained."""
     new_tokens_path: OptionalText = None
-    """A text file of such tokens, one a line."""
+    """A text file of such tokens, one a line. A run keeps them as new_tokens and never reads the file again."""
     layers: OptionalCount = None
     """Keep only the first blocks: another, smaller model, for trials and measurements."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
@@ -87,7 +87,7 @@ class AdapterSection(Section):
     """Names of linear layers (each must match), or all-linear."""
     ranks: Counts = {}
     """Name or pattern of targets: their rank, where it is not adapter.rank."""
-    alphas: Counts = {}
+    alphas: Weights = {}
     """Name or pattern of targets: their alpha, where it is not adapter.alpha."""
     modules_to_save: Names = ()
     """Names of layers (norms, embed_tokens, lm_head) that are trained whole and saved with the adapter."""
@@ -280,7 +280,7 @@ class RunSection(Section):
     trackers: Names = ()
     """tensorboard, wandb, trackio, mlflow."""
     keep: Switch = True
-    """Write checkpoints and the result. false: a trial, of which the metrics and the summary are left."""
+    """Write checkpoints and the result. false: a trial, of which the metrics and, at its end, the summary are left."""
 
 
 class Recipe(Section):

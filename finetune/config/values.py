@@ -108,9 +108,11 @@ def _auto_whole(value: Any) -> Any:
 
 
 def _blocks(value: Any) -> Any:
-    """A count of blocks from 2 on stays a number; 0 and 1, and words, are read as switches or refused."""
+    """A count of blocks from 2 on; words are read as switches or refused."""
     value = _auto(value)
-    if isinstance(value, str) and re.fullmatch(r"[0-9]+", value) and int(value) > 1:
+    if isinstance(value, str) and re.fullmatch(r"[0-9]+", value):
+        if int(value) < 2:
+            raise ValueError("too few blocks")
         return int(value)
     return value
 

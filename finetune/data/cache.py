@@ -13,11 +13,11 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -70,9 +70,22 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def text_digest(texts: Iterable[str]) -> str:
+    """SHA-256 of texts in their order, each with its length, so that no two lists are the same bytes."""
+    digest = hashlib.sha256()
+    for text in texts:
+        raw = text.encode("utf-8", "surrogatepass")
+        digest.update(f"{len(raw)} ".encode() + raw)
+    return digest.hexdigest()
+
+
 def size(folder: Path) -> int:
-    """Bytes of the files under a folder; 0 when there is none."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else 0
+    """Bytes of the files under a folder; 0 when there is none. What another process takes away meanwhile is not counted."""
+    total = 0
+    for file in folder.rglob("*") if folder.is_dir() else ():
+        with suppress(OSError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
 
 
 @contextmanager
@@ -114,11 +127,17 @@ def _save_set(place: Path, number: str, name: str, rows: RowSet) -> dict[str, An
     for kind, array in rows.arrays.items():
         file = place / f"{number}.{kind}.npy"
         with file.open("wb") as out:
-            np.save(out, np.ascontiguousarray(array), allow_pickle=False)
+            _write_array(out, np.ascontiguousarray(array))
             out.flush()
             os.fsync(out.fileno())
         arrays[kind] = {"file": file.name, "bytes": file.stat().st_size, "sum": _sum(file)}
     return {"name": name, "arrays": arrays, "parts": rows.parts, "report": asdict(rows.report)}
+
+
+def _write_array(out: IO[bytes], array: np.ndarray) -> None:
+    """As numpy.save, whose OSError of a full disk says neither that nor a number."""
+    np.lib.format.write_array_header_1_0(out, np.lib.format.header_data_from_array_1_0(array))
+    out.write(array.reshape(-1).view(np.uint8).data)
 
 
 def _write(file: Path, content: bytes) -> None:

@@ -11,7 +11,7 @@ import gzip
 import lzma
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +24,7 @@ LARGEST_RATIO = 1000
 """A file that becomes more than this many times larger, and more than SMALL bytes, was made to fill the memory."""
 SMALL = 2**30
 MAGIC = "*?["
+DECODERS: dict[str, Callable[[], Any]] = {".xz": lzma.LZMADecompressor, ".bz2": bz2.BZ2Decompressor}
 
 
 def inner_suffix(file: Path) -> str:
@@ -91,24 +92,64 @@ def _broken(path: str, file: Path, error: Exception) -> DataError:
 
 def _decompressed(path: str, file: Path, size: int) -> Iterator[bytes]:
     total = 0
+    for piece in _pieces(file):
+        total += len(piece)
+        if total > max(SMALL, LARGEST_RATIO * size):
+            what = f"{size:,} bytes that become more than {total:,}"
+            raise DataError(what, where=path, remedy="decompress it yourself if it is what you want")
+        yield piece
+
+
+def _pieces(file: Path) -> Iterator[bytes]:
+    decoder = DECODERS.get(file.suffix.lower())
+    if decoder is not None:
+        with file.open("rb") as raw:
+            yield from _streams(raw, decoder)
+        return
     with _opened(file) as stream:
         while piece := stream.read(PIECE):
-            total += len(piece)
-            if total > max(SMALL, LARGEST_RATIO * size):
-                what = f"{size:,} bytes that become more than {total:,}"
-                raise DataError(what, where=path, remedy="decompress it yourself if it is what you want")
             yield piece
 
 
 def _opened(file: Path) -> IO[bytes] | Any:
-    suffix = file.suffix.lower()
-    if suffix == ".zst":
-        import pyarrow
-
-        return pyarrow.CompressedInputStream(pyarrow.OSFile(str(file)), "zstd")
-    if suffix == ".gz":
+    if file.suffix.lower() == ".gz":
         return gzip.open(file, "rb")
-    return lzma.open(file, "rb") if suffix == ".xz" else bz2.open(file, "rb")
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(pyarrow.OSFile(str(file)), "zstd")
+
+
+def _streams(raw: IO[bytes], new: Callable[[], Any]) -> Iterator[bytes]:
+    """Compressed streams behind one another. What follows the first must be one too.
+
+    lzma.open and bz2.open take anything that is none for the end, and rows behind a broken byte would be lost.
+    """
+    decoder, block = new(), raw.read(PIECE)
+    while True:
+        yield decoder.decompress(block, PIECE)
+        if not decoder.eof:
+            block = raw.read(PIECE) if decoder.needs_input else b""
+            if decoder.needs_input and not block:
+                raise EOFError("it ends inside a stream")
+            continue
+        block = _behind_padding(raw, decoder.unused_data, padded=new is lzma.LZMADecompressor)
+        if not block:
+            return
+        decoder = new()
+
+
+def _behind_padding(raw: IO[bytes], block: bytes, padded: bool) -> bytes:
+    """The next bytes of a file; the .xz format lets zeros, a multiple of four, stand between streams."""
+    zeros = 0
+    while True:
+        rest = block.lstrip(b"\0") if padded else block
+        zeros += len(block) - len(rest)
+        block = rest or raw.read(PIECE)
+        if rest or not block:
+            break
+    if zeros % 4:
+        raise EOFError(f"{zeros:,} zeros between or behind its streams")
+    return block
 
 
 def text(path: str, raw: bytes) -> str:

@@ -66,9 +66,8 @@ def parsed(text: str, path: str, line: int | None = None) -> Any:
     try:
         return _decode(text)
     except json.JSONDecodeError as error:
-        remedy = (
-            "mend or remove the line; if it is the last one, the file was cut off; data.on_bad_row=skip leaves it out"
-        )
+        remedy = "mend or remove the line; if it is the last one, the file was cut off"
+        remedy += "" if line is None else "; data.on_bad_row=skip leaves it out"
         what = f"broken JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
         raise DataError(what, where=f"{path} line {line or error.lineno}", remedy=remedy) from error
     except KeyTwiceError as error:
@@ -79,15 +78,16 @@ def parsed(text: str, path: str, line: int | None = None) -> Any:
 
 
 def read_json(path: str, text: str, one_object: bool, skip: bool) -> Lines:
-    """JSON lines, or one array of objects; which one is told by the first character that is not white space.
+    """JSON lines, or one array of objects, which begins with a bracket.
 
-    `one_object`: the file may be one JSON value over several lines (.json), and then has to be a table of columns.
+    `one_object`: the file may be one JSON value over several lines (.json), and then has to be a table of columns. Else a
+    text that is no array as a whole is read line by line: there the bracket is the fault of one line.
     """
     first = text.lstrip(" \t\r\n")[:1]
     if not first:
         raise DataError("the file has only blank lines", where=path, remedy="give a file with at least one row")
-    if first == "[":
-        return _listed(path, parsed(text, path), skip)
+    if first == "[" and (one_object or _is_array(text)):
+        return _listed(path, *_marked(text, path), skip)
     if one_object:
         try:
             whole = json.loads(text)
@@ -95,39 +95,93 @@ def read_json(path: str, text: str, one_object: bool, skip: bool) -> Lines:
             whole = None  # several lines, or broken: reading it line by line says where
         else:
             if isinstance(whole, dict):
-                return _columns(path, parsed(text, path), skip)
+                return _columns(path, *_marked(text, path), skip)
             raise _no_object(whole, path)
     return _json_lines(path, text, skip)
 
 
 def read_key(path: str, text: str, key: str, skip: bool) -> Lines:
     """The rows under one key of a JSON object: `file.json:key`."""
-    whole = parsed(text, path)
+    whole, marked = _marked(text, path)
     if not isinstance(whole, dict) or not isinstance(whole.get(key), list):
         lists = [name for name, value in whole.items() if isinstance(value, list)] if isinstance(whole, dict) else []
         remedy = f"lists in it: {', '.join(lists) or 'none'}"
         raise DataError(f"there is no list {key!r} at the top of the file", where=path, remedy=remedy)
-    return _listed(f"{path}:{key}", whole[key], skip)
+    return _listed(f"{path}:{key}", whole[key], marked, skip)
 
 
-def _listed(path: str, values: list[Any], skip: bool) -> Lines:
+def _is_array(text: str) -> bool:
+    """Whether a text that begins with a bracket is one JSON value."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+class _Twice(dict[str, Any]):
+    """An object of a file that was given a key twice."""
+
+    key = ""
+
+
+def _marking(found: list[tuple[str, Any]]) -> Record:
+    names = [name for name, _ in found]
+    made = dict(found)
+    if len(made) == len(names):
+        return made
+    twice = _Twice(made)
+    twice.key = next(name for name in names if names.count(name) > 1)
+    return twice
+
+
+def _marked(text: str, path: str) -> tuple[Any, bool]:
+    """A whole file's value, and whether a row of it holds a key twice: that is a fault of the row, and has its number."""
+    try:
+        return parsed(text, path), False
+    except DataError as error:
+        if not isinstance(error.__cause__, KeyTwiceError):
+            raise
+        try:
+            whole = json.loads(text, object_pairs_hook=_marking)
+        except (ValueError, RecursionError):
+            raise error from error.__cause__
+        if isinstance(whole, _Twice):
+            raise error from error.__cause__
+        return whole, True
+
+
+def _twice_in(value: Any) -> str | None:
+    """The key that an object anywhere in a value was given twice."""
+    if isinstance(value, _Twice):
+        return value.key
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((key for item in inside if (key := _twice_in(item)) is not None), None)
+
+
+def _listed(path: str, values: list[Any], marked: bool, skip: bool) -> Lines:
     lines = Lines(path, "row", skip)
     for number, value in enumerate(values, start=1):
-        if isinstance(value, dict):
+        twice = _twice_in(value) if marked else None
+        if twice is not None:
+            fault = DataError(f"the key {twice!r} is given twice", lines.where(number), "keep one of the two")
+            lines.bad(number, fault, fault.fault.what)
+        elif isinstance(value, dict):
             lines.add(number, value)
         else:
             lines.bad(number, _no_object(value, lines.where(number)), "no JSON object")
     return lines
 
 
-def _columns(path: str, whole: Record, skip: bool) -> Lines:
+def _columns(path: str, whole: Record, marked: bool, skip: bool) -> Lines:
     """An object of columns (lists of one length) is a table; any other object at the top is none."""
     lists = {name: value for name, value in whole.items() if isinstance(value, list)}
     objects = [name for name, value in lists.items() if value and all(isinstance(item, dict) for item in value)]
     lengths = {len(value) for value in lists.values()}
     if len(lists) == len(whole) and len(lengths) == 1 and not objects:
         names = list(whole)
-        return _listed(path, [dict(zip(names, row, strict=True)) for row in zip(*whole.values(), strict=True)], skip)
+        rows = [dict(zip(names, row, strict=True)) for row in zip(*whole.values(), strict=True)]
+        return _listed(path, rows, marked, skip)
     if objects:
         ways = " or ".join(f"{path}:{name}" for name in objects)
         hint = f"the rows seem to stand under {objects[0]!r}: name it as {ways}, or save that list alone"

@@ -22,6 +22,11 @@ from finetune.errors import DataError
 
 PASSES = 0x9A55
 """Keeps the draws of a file's passes apart from the draws of the epochs' orders."""
+MOST_PASSES, MOST_ROWS = 10_000, 2**29
+"""Passes over a file, and rows, that an epoch may have; each row's number is drawn before the epoch begins."""
+SMALLEST = 1e-300
+DISTORTED = 0.1
+"""How far a file's share of an epoch may be from its weight, as a part of it, before that is told."""
 
 
 class MixedRecords(Records):
@@ -61,6 +66,10 @@ class MixedRecords(Records):
         """The columns that every file has."""
         every = [file.columns() for file in self._files]
         return [name for name in every[0] if all(name in names for names in every)]
+
+    def headers(self) -> list[tuple[list[str], int]]:
+        """Each file's columns, with its first record's number."""
+        return [(file.columns(), first) for file, (_, first) in zip(self._files, self.parts, strict=True)]
 
 
 def load_mixture(data: DataSection) -> MixedRecords:
@@ -107,16 +116,28 @@ def mixture_of(rows: RowSet, data: DataSection) -> Mixture | None:
     if empty:
         what = f"the mixture's {', '.join(empty)} has no row left, and data.weights gives it a share"
         raise DataError(what, where="data.mixture", remedy="look at its rows with `finetune data`, or leave it out")
-    return Mixture(
-        tuple(counts.values()), taken([*counts.values()], [data.weights[n] for n in counts], data.on_exhausted)
-    )
+    shares = taken([*counts.values()], [data.weights[name] for name in counts], data.on_exhausted)
+    return Mixture(tuple(counts.values()), shares)
 
 
 def taken(counts: Sequence[int], weights: Sequence[float], on_exhausted: str) -> tuple[int, ...]:
-    """Rows that an epoch takes of each file, at least one: in the weights' proportion, as many as `on_exhausted` allows."""
+    """Rows that an epoch takes of each file, at least one: in the weights' proportion, as many as `on_exhausted` allows.
+
+    DataError where that repeats a file more than MOST_PASSES times, or is more than MOST_ROWS rows.
+    """
+    largest = max(weights)
+    weights = [max(weight / largest, SMALLEST) for weight in weights]
     lengths = [count / weight for count, weight in zip(counts, weights, strict=True)]
     if on_exhausted == "repeat":
         longest = max(lengths)
+        passes = max(longest * weight / count for count, weight in zip(counts, weights, strict=True))
+        if passes > MOST_PASSES or longest * sum(weights) > MOST_ROWS:
+            what = (
+                f"an epoch would be {longest * sum(weights):,.0f} rows, and the file repeated most would come "
+                f"{passes:,.0f} times (at most {MOST_ROWS:,} rows and {MOST_PASSES:,} times)"
+            )
+            remedy = "raise the smallest of data.weights, or set data.on_exhausted=stop"
+            raise DataError(what, where="data.weights", remedy=remedy)
         return tuple(max(count, round(longest * weight)) for count, weight in zip(counts, weights, strict=True))
     shortest = min(lengths)
     return tuple(min(count, max(1, round(shortest * weight))) for count, weight in zip(counts, weights, strict=True))
@@ -132,4 +153,20 @@ def counted(rows: RowSet, data: DataSection) -> DataReport:
         f"rows of {name} ({data.mixture[name]}), {share:,} an epoch": count
         for (name, count), share in zip(rows.part_rows.items(), shares, strict=True)
     }
-    return replace(rows.report, notes={**rows.report.notes, **notes})
+    warnings = (*rows.report.warnings, *_distorted(drawn, [*rows.part_rows], data))
+    return replace(rows.report, notes={**rows.report.notes, **notes}, warnings=warnings)
+
+
+def _distorted(drawn: Mixture | None, names: Sequence[str], data: DataSection) -> list[str]:
+    """A warning where whole rows cannot come near the weights, with the shares that result."""
+    if drawn is None:
+        return []
+    wanted = [data.weights[name] / sum(data.weights[other] for other in names) for name in names]
+    got = [taken / drawn.epoch_rows for taken in drawn.taken]
+    if all(abs(share - wish) <= DISTORTED * wish for share, wish in zip(got, wanted, strict=True)):
+        return []
+    shares = ", ".join(
+        f"{name} {share:.3g} % instead of {wish:.3g} %"
+        for name, share, wish in zip(names, (100 * g for g in got), (100 * w for w in wanted), strict=True)
+    )
+    return [f"an epoch of {drawn.epoch_rows:,} rows cannot keep to data.weights; it takes {shares}"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,10 @@ from finetune.data.mixture import counted, mixture_of
 from finetune.data.preflight import check
 from finetune.data.preparation import Tell, silent
 from finetune.data.rows import RowSet, Splits
-from finetune.data.sources import load_records
+from finetune.data.sources import files_of, load_records
 from finetune.data.streaming import StreamOrder, StreamRows, stream
 from finetune.data.templates import load_template
-from finetune.environment import cache_folder, user_path
+from finetune.environment import cache_folder
 from finetune.errors import InputError
 from finetune.machine.collectives import World
 from finetune.machine.waiting import first_alone, in_own_time
@@ -99,25 +100,30 @@ def _contents(recipe: Recipe) -> dict[str, str]:
 
 
 def _content(path: str, recipe: Recipe) -> str:
-    """A hash of what a path holds; for what is no local file or folder, of its records."""
-    place = user_path(path, path)
-    if path and place.exists():
-        check_regular(path, place)
-        try:
-            return cache.file_digest(place)
-        except OSError as error:
-            raise InputError(f"cannot be read: {error.strerror}", path, "check the file's permissions") from error
-    records = load_records(path, recipe.data)
-    return cache.key_of({"records": list(records)})
+    """A hash of the names and bytes of the files that a path means; for a hub data set, of its records as Python writes them.
+
+    JSON would sort the keys and lose the cells' kinds.
+    """
+    found = files_of(path)
+    if found is None:
+        return cache.text_digest(map(repr, load_records(path, recipe.data)))
+    try:
+        for file in found:
+            check_regular(str(file), file)
+        return cache.text_digest(f"{file} {cache.file_digest(file)}" for file in found)
+    except OSError as error:
+        what = f"cannot be read: {error.strerror or error}"
+        raise InputError(what, error.filename or path, "check the file's permissions") from error
 
 
 def _open(entry: Path, recipe: Recipe, tokenizer: Any, tell: Tell) -> Splits:
-    try:
-        with cache.locked(entry):
-            return _cached(entry, tell) or _kept(entry, recipe, tokenizer, tell)
-    except OSError as error:
-        tell(f"data  prepared, not kept: {entry.parent} cannot be written ({error.strerror or error})")
-        return make_splits(recipe, tokenizer, tell)
+    with ExitStack() as held:
+        try:
+            held.enter_context(cache.locked(entry))
+        except OSError as error:
+            tell(f"data  prepared, not kept: {entry.parent} cannot be written ({error.strerror or error})")
+            return make_splits(recipe, tokenizer, tell)
+        return _cached(entry, tell) or _kept(entry, recipe, tokenizer, tell)
 
 
 def _cached(entry: Path, tell: Tell) -> Splits | None:
@@ -133,18 +139,25 @@ def _cached(entry: Path, tell: Tell) -> Splits | None:
 
 
 def _kept(entry: Path, recipe: Recipe, tokenizer: Any, tell: Tell) -> Splits:
-    """Prepares and writes; the rows in memory are given back, so that a full disk costs the cache alone."""
+    """Prepares and writes; the rows in memory are given back, so that a full disk costs the cache alone.
+
+    The files are hashed once more: rows of other bytes than those that named the entry must not be kept under its name.
+    """
     started = time.perf_counter()
     splits = make_splits(recipe, tokenizer, tell)
     seconds = time.perf_counter() - started
+    if cache.key_of(facts(recipe, tokenizer, _contents(recipe))) != entry.name:
+        tell(f"data  prepared in {seconds:.1f} s, not kept: a data file was changed while it was read")
+        return splits
     try:
         cache.save(entry, splits)
-    except OSError as error:
-        tell(f"data  prepared in {seconds:.1f} s, not kept: {error.strerror or error} ({entry})")
+        kept = cache.load(entry)
+    except (OSError, cache.BrokenCacheError) as error:
+        tell(f"data  prepared in {seconds:.1f} s, not kept: {getattr(error, 'strerror', None) or error} ({entry})")
         return splits
     whole = cache.size(entry.parent)
     tell(f"data  prepared in {seconds:.1f} s, kept in {entry} ({_size(entry)}; all kept data {_bytes(whole)})")
-    return cache.load(entry) or splits
+    return kept or splits
 
 
 def _size(entry: Path) -> str:

@@ -86,6 +86,9 @@ def _empty_error(report: DataReport) -> DataError:
     """Truncation and a mask that covers nothing look the same from outside; each gets its own message."""
     total, limit = report.rows_in, report.max_tokens
     where = report.path
+    if report.dropped.get(LOST) == total and report.kind == "text":
+        what = f"{total} of {total} rows have no trainable token left: the first token of a piece is never trained"
+        return DataError(what, where=where, remedy=f"raise data.max_tokens={limit}")
     if report.dropped.get(LOST) == total:
         what = (
             f"{total} of {total} rows have no trainable token left: their prompts alone fill data.max_tokens={limit} "
@@ -100,7 +103,9 @@ def _empty_error(report: DataReport) -> DataError:
         return DataError(what, where=where, remedy="raise data.max_tokens, or set data.on_long=truncate")
     first = next((f"; the first is {places[0]}" for places in report.places.values() if places), "")
     what = f"0 of {total} rows left, so 0 tokens would be trained ({reasons}{first})"
-    remedy = f"look at the rows' roles and at data.template={report.template} with data.train_on={report.train_on}"
+    remedy = (
+        f"mend them; or look at their roles, and at data.template={report.template}, data.train_on={report.train_on}"
+    )
     return DataError(what, where=where, remedy=remedy)
 
 
@@ -224,6 +229,7 @@ def _panel(document: Pieces, number: int) -> RenderableType:
 def headline(report: DataReport) -> str:
     """The report in a line, with everything that was dropped, cut or changed."""
     packed = f" packed into {report.rows:,} rows, {report.efficiency:.1%} full" if report.packed else ""
+    truncated = _counted(report.truncated, report.places.get(CUT))
     parts = [
         f"{report.documents:,} documents{packed}",
         f"{report.tokens:,} tokens, {report.trained_tokens:,} of them trained ({report.supervised_ratio:.1%})",
@@ -231,7 +237,7 @@ def headline(report: DataReport) -> str:
             f"dropped {_counted(count, report.places.get(reason))}: {reason}"
             for reason, count in report.dropped.items()
         ),
-        *([f"{report.truncated:,} truncated at {report.max_tokens:,} tokens"] if report.truncated else []),
+        *([f"{truncated} truncated at {report.max_tokens:,} tokens"] if report.truncated else []),
         *(f"{_counted(count, report.places.get(note))} {note}" for note, count in report.notes.items()),
     ]
     return f"data  {report.split}: {'; '.join(parts)}  ({report.path})"

@@ -19,7 +19,7 @@ from finetune.config.schema import DataSection
 from finetune.contracts import IGNORED
 from finetune.data.cells import RowError
 from finetune.data.packing import Groups, pack_parts
-from finetune.data.preflight import LOST, TOO_LONG, DataReport
+from finetune.data.preflight import CUT, LOST, TOO_LONG, DataReport
 from finetune.data.rendering import NO_TURN, Rendered, Renderer, missing_column
 from finetune.data.rows import Documents, RowSet
 from finetune.data.sources import Record, Records
@@ -104,9 +104,10 @@ class Preparation:
         if getattr(self.records, "partial", False):
             return
         template = self.renderer.template
-        missing = template.missing(self.records.columns())
-        if missing and len(rows):
-            raise missing_column(missing[0], self.records.columns(), self.records.where(int(rows[0])), template)
+        for columns, first in self.records.headers() if len(rows) else ():
+            missing = template.missing(columns)
+            if missing and columns:  # no column at all: no row could be read, and each says so
+                raise missing_column(missing[0], columns, self.records.where(first), template)
 
     def _items(self, rows: np.ndarray) -> Iterator[list[Item]]:
         for start in range(0, len(rows), BATCH):
@@ -166,23 +167,25 @@ class Preparation:
                 self.prompts.append(int(learned[0]))
                 self._count(self.dropped, LOST, where)
                 return
-            self.counts["truncated"] += 1
+            self._count(self.counts, CUT, where)
             ids, labels = ids[:limit], labels[:limit]
         self.counts["kept"] += 1
         self._keep(source, ids, labels)
 
     def _pieces(self, source: int, ids: np.ndarray, labels: np.ndarray, where: str) -> None:
         """A long document as several; a piece's first token is not trained, so a piece of one teaches nothing."""
-        limit, before = self.data.max_tokens, len(self.ids)
+        limit, before, left_out = self.data.max_tokens, len(self.ids), False
         for start in range(0, len(ids), limit):
             piece = labels[start : start + limit].copy()
             piece[:1] = IGNORED
             if not (piece != IGNORED).any():
-                self._count(self.notes, SHORT_TAIL, where)
+                left_out = True
                 continue
             self._keep(source, ids[start : start + limit], piece)
         if len(self.ids) > before:
             self._count(self.notes, CUT_UP, where)
+            if left_out:
+                self._count(self.notes, SHORT_TAIL, where)
             self.counts["kept"] += 1
         else:
             self.prompts.append(1)
@@ -245,7 +248,7 @@ class Preparation:
             rows_in=total,
             rows_kept=self.counts["kept"],
             dropped=dict(self.dropped),
-            truncated=self.counts["truncated"],
+            truncated=self.counts[CUT],
             documents=len(documents),
             tokens=tokens,
             trained_tokens=int(documents.trained.sum()),
@@ -278,10 +281,13 @@ class Preparation:
                 f"template then adds {text!r}; it stands in training as it will when the model is asked"
             )
         if self.dropped[LOST]:
-            middle = int(np.median(self.prompts))
+            why = (
+                f"their prompts fill data.max_tokens={limit} (the median one has {int(np.median(self.prompts))} tokens)"
+            )
+            if self.renderer.template.kind == "text":
+                why = f"the first token of a piece is never trained, and data.max_tokens={limit} leaves no other"
             warnings.append(
-                f"{self.dropped[LOST]:,} of {total:,} rows had no trainable token left: their prompts fill "
-                f"data.max_tokens={limit} (the median one has {middle} tokens); they are dropped"
+                f"{self.dropped[LOST]:,} of {total:,} rows had no trainable token left: {why}; they are dropped"
             )
         if self.counts["seen in training"]:
             warnings.append(

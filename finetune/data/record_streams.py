@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from finetune.config.schema import DataSection
 from finetune.data.cells import RowError
+from finetune.data.files import check_regular, is_pattern
+from finetune.data.formats import check_header, parsed
 from finetune.data.shaping import shaped
-from finetune.data.sources import LARGEST_CELL, SUFFIXES, Record
+from finetune.data.sources import LARGEST_CELL, Record, files_of
 from finetune.environment import user_path
 from finetune.errors import DataError
 
@@ -24,6 +25,9 @@ Placed = tuple[Record | RowError, str]
 """A record, or why it is none, and its place: `file.jsonl line 12`."""
 
 UNREADABLE = "rows that cannot be read"
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+WHITE = b" \t\r\n"
+"""What a blank line consists of, as without streaming."""
 
 
 def stream_records(data: DataSection, skip: int) -> Iterator[Placed]:
@@ -40,19 +44,40 @@ def stream_records(data: DataSection, skip: int) -> Iterator[Placed]:
 def _placed(data: DataSection, skip: int) -> Iterator[Placed]:
     path = data.path or ""
     file = user_path(path, path)
-    if file.is_file():
-        kind = file.suffix.lower()
-        reader = READERS.get(kind)
-        if reader is None or file.stat().st_size == 0:
-            what = "the file is empty (0 bytes)" if reader else f"a {kind or 'nameless'} file cannot be streamed"
-            remedy = f"give {', '.join(READERS)} or a hub data set" + (
-                "" if reader else ", or leave data.streaming out"
-            )
-            raise DataError(what, where=path, remedy=remedy)
-        return reader(path, file, skip)
-    if file.exists() or file.suffix.lower() in SUFFIXES or path.count("/") != 1:
-        raise DataError("no such file", where=path, remedy="check the path, or give a hub id as org/name")
+    try:
+        if file.is_file():
+            return _reader(path, file)(path, file, skip)
+        if file.exists():
+            check_regular(path, file)
+            raise _unstreamed(path, "a folder cannot be streamed")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise DataError(f"cannot be read: {reason}", where=path, remedy="check the file's permissions") from error
+    found = files_of(path)  # DataError where there is nothing
+    if found is not None:
+        raise _unstreamed(
+            path, f"{'a pattern' if is_pattern(path) else 'a list inside a JSON file'} cannot be streamed"
+        )
     return _hub(path, data.split, skip)
+
+
+def _reader(path: str, file: Path) -> Reader:
+    kind = file.suffix.lower()
+    reader = READERS.get(kind)
+    if reader is None:
+        raise _unstreamed(path, f"a {kind or 'nameless'} file cannot be streamed")
+    with file.open("rb") as opened:
+        begin = opened.read(2)
+    if not begin:
+        raise DataError("the file is empty (0 bytes)", where=path, remedy="give a file with at least one row")
+    if begin in UTF_16:
+        raise DataError("the file is UTF-16", where=path, remedy="save it as UTF-8")
+    return reader
+
+
+def _unstreamed(path: str, what: str) -> DataError:
+    remedy = f"give one file ({', '.join(READERS)}) or a hub data set, or leave data.streaming out"
+    return DataError(what, where=path, remedy=remedy)
 
 
 def _bad(what: str, where: str) -> RowError:
@@ -65,23 +90,23 @@ def _json_lines(path: str, file: Path, skip: int) -> Iterator[Placed]:
     with file.open("rb") as lines:
         for number, raw in enumerate(lines, start=1):
             line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
-            if not line.strip():
+            if not line.strip(WHITE):
                 continue
             passed += 1
             if passed > skip:
-                where = f"{path} line {number}"
-                yield _parsed(line, where), where
+                yield _parsed(line.strip(WHITE), path, number), f"{path} line {number}"
 
 
-def _parsed(line: bytes, where: str) -> Record | RowError:
+def _parsed(line: bytes, path: str, number: int) -> Record | RowError:
+    """As without streaming: broken JSON costs the row, bytes that are no text say that the file is of another kind."""
+    where = f"{path} line {number}"
     try:
-        row = json.loads(line.decode())
+        row = parsed(line.decode(), path, number)
     except UnicodeDecodeError as error:
-        return _bad(f"not UTF-8 (byte 0x{line[error.start]:02x})", where)
-    except json.JSONDecodeError as error:
-        return _bad(f"broken JSON: {error.msg} at column {error.colno}", where)
-    except (ValueError, RecursionError):
-        return _bad("a number with too many digits, or JSON nested too deeply", where)
+        what = f"not UTF-8 (byte 0x{line[error.start]:02x})"
+        raise DataError(what, where=where, remedy="save it as UTF-8") from error
+    except DataError as error:
+        return _bad(error.fault.what, where)
     return row if isinstance(row, dict) else _bad(f"a JSON object is wanted; this is a {type(row).__name__}", where)
 
 
@@ -106,7 +131,7 @@ def _table(path: str, file: Path, skip: int) -> Iterator[Placed]:
             if not any(cell.strip() for cell in cells):
                 continue
             if header is None:
-                header = [cell.strip() for cell in cells]
+                header = check_header(path, [cell.strip() for cell in cells], where=f"{path} line {line}")
                 continue
             passed += 1
             where = f"{path} line {line}"
@@ -125,6 +150,7 @@ def _parquet(path: str, file: Path, skip: int) -> Iterator[Placed]:
 
     try:
         opened = pyarrow.parquet.ParquetFile(file)
+        check_header(path, list(opened.schema_arrow.names))
         passed = 0
         for group in range(opened.num_row_groups):
             rows = opened.metadata.row_group(group).num_rows

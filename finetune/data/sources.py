@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -69,6 +70,10 @@ class Records(Sequence[Record]):
         """Every column that a row has, in order of first appearance."""
         return list(dict.fromkeys(name for row in self._rows for name in row if name != BROKEN))
 
+    def headers(self) -> list[tuple[list[str], int]]:
+        """The columns of each part that a recipe names, with the part's first row. A missing column is a fault of a part."""
+        return [(self.columns(), 0)]
+
     def first(self, count: int | None) -> Records:
         """The first rows; None: all of them."""
         if count is None or count >= len(self):
@@ -85,9 +90,15 @@ def load_records(path: str | None, data: DataSection) -> Records:
     """
     if not path:
         raise DataError("no data is named", where="data.path", remedy="give data.path=FILE or a hub data set id")
-    records = _records(path, data).first(data.max_rows)
+    try:
+        records = _records(path, data).first(data.max_rows)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise DataError(f"cannot be read: {reason}", where=path, remedy="check the file's permissions") from error
     if not len(records):
         raise DataError("the file has no rows", where=path, remedy="give a file with at least one row")
+    if all(BROKEN in row for row in records):
+        raise _nothing_left(records)
     rows = shaped(records[:], data)
     return Records(rows, records.path, records._places, records._unit, records._parts)
 
@@ -98,10 +109,10 @@ def _records(path: str, data: DataSection) -> Records:
         return _many(path, _documents(path, file), skip, data.max_rows)
     if file.exists():
         return _one(_read_file(path, file, skip))
-    outer, _, key = path.rpartition(":")
-    if outer and files.inner_suffix(files.place(outer)) == ".json" and files.place(outer).exists():
-        inside = files.place(outer)
-        return _one(read_key(outer, files.text(outer, files.contents(outer, inside)), key, skip))
+    inside = _inside(path)
+    if inside is not None:
+        outer, file, key = inside
+        return _one(read_key(outer, files.text(outer, files.contents(outer, file)), key, skip))
     if files.is_pattern(path):
         return _many(path, files.matching(path), skip, data.max_rows)
     if _is_hub_name(path, file):
@@ -109,9 +120,43 @@ def _records(path: str, data: DataSection) -> Records:
     raise files.missing_error(path, file)
 
 
+def _nothing_left(records: Records) -> DataError:
+    """What to say where data.on_bad_row=skip skips every row."""
+    reasons = Counter(row[BROKEN][1] for row in records)
+    counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
+    what = f"0 of {len(records):,} rows left ({counted}); the first: {records[0][BROKEN][0]}"
+    return DataError(what, where=records.where(0), remedy="mend the rows, or look whether this is a file of that kind")
+
+
+def files_of(path: str) -> list[Path] | None:
+    """The files that a path means, in the order of their rows; None for a hub data set. DataError as load_records raises."""
+    if not path:
+        raise DataError("no data is named", where="data.path", remedy="give data.path=FILE or a hub data set id")
+    file = files.place(path)
+    if file.is_dir():
+        return _documents(path, file)
+    if file.exists():
+        return [file]
+    inside = _inside(path)
+    if inside is not None:
+        return [inside[1]]
+    if files.is_pattern(path):
+        return files.matching(path)
+    if _is_hub_name(path, file):
+        return None
+    raise files.missing_error(path, file)
+
+
+def _inside(path: str) -> tuple[str, Path, str] | None:
+    """The file's name, the file and the key of `file.json:key`; None for what is no such path."""
+    outer, _, key = path.rpartition(":")
+    file = files.place(outer) if outer else None
+    if file is None or files.inner_suffix(file) != ".json" or not file.exists():
+        return None
+    return outer, file, key
+
+
 def _one(lines: Lines) -> Records:
-    if lines.first_fault is not None and all(BROKEN in row for row in lines.rows):
-        raise lines.first_fault  # nothing would be left, and this says why
     return Records(lines.rows, lines.path, lines.places, lines.unit)
 
 

@@ -9,7 +9,7 @@ again and has the same rows to the bit. Each rank reads the whole stream and tak
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice
@@ -23,6 +23,7 @@ from finetune.contracts import Row
 from finetune.data.ahead import Ahead
 from finetune.data.cells import RowError
 from finetune.data.loader import Order, draws
+from finetune.data.preflight import CUT, DataReport
 from finetune.data.preparation import Preparation, Tell
 from finetune.data.record_streams import Placed, stream_records
 from finetune.data.rendering import Renderer
@@ -69,6 +70,41 @@ class Block(Records):
         return list(dict.fromkeys(name for row, _ in self._placed if isinstance(row, dict) for name in row))
 
 
+class Losses:
+    """What was dropped, cut or changed in a stream's rows. A block is told and counted once, however often it comes."""
+
+    def __init__(self) -> None:
+        self._blocks: set[int] = set()
+        self._counts: Counter[str] = Counter()
+        self._rows = 0
+        self._told = True
+
+    def add(self, report: DataReport, first: int, tell: Tell) -> None:
+        """Counts the block whose first record has this number, and tells what was lost in it."""
+        if first in self._blocks:
+            return
+        self._blocks.add(first)
+        self._rows += report.rows_in
+        found = {f"dropped {{}} {reason}": (count, report.places[reason]) for reason, count in report.dropped.items()}
+        if report.truncated:
+            found["truncated {}"] = (report.truncated, report.places.get(CUT, ()))
+        found |= {f"{{}} {note}": (count, report.places.get(note, ())) for note, count in report.notes.items()}
+        if not found:
+            return
+        self._counts.update({kind: count for kind, (count, _) in found.items()})
+        self._told = False
+        shown = (f"{kind.format(f'{count:,}')} ({', '.join(places)})" for kind, (count, places) in found.items())
+        tell(f"data  rows {first + 1:,} to {first + report.rows_in:,}: {'; '.join(shown)}")
+
+    def tell_total(self, tell: Tell) -> None:
+        """One line for all blocks together; nothing where nothing was lost since the last one."""
+        if self._told:
+            return
+        self._told = True
+        shown = "; ".join(kind.format(f"{count:,}") for kind, count in self._counts.items())
+        tell(f"data  the {self._rows:,} rows of the stream that were read: {shown}")
+
+
 class StreamRows(RowSet):
     """The rows of a stream: those of the steps in hand can be asked for by number. As a set it is the first of them.
 
@@ -77,6 +113,7 @@ class StreamRows(RowSet):
 
     def __init__(self, recipe: Recipe, renderer: Renderer, identity: str, tell: Tell) -> None:
         self.recipe, self.renderer, self.tell = recipe, renderer, tell
+        self._losses = Losses()
         placed = list(islice(self._records(0), SAMPLE))
         if not placed:
             raise DataError("the file has no rows", where=recipe.data.path or "", remedy="give a file with rows")
@@ -127,13 +164,13 @@ class StreamRows(RowSet):
         block = Block(placed, self.recipe.data.path or "", partial)
         rows = Preparation("train", block, self.renderer, self.recipe.data).run(np.arange(len(block)))
         rows._documents.sources[:] += first
-        if partial and rows.report.dropped:
-            reasons = ", ".join(
-                f"{count:,} {reason} ({', '.join(rows.report.places.get(reason, ()))})"
-                for reason, count in rows.report.dropped.items()
-            )
-            self.tell(f"data  rows {first + 1:,} to {first + len(block):,}: dropped {reasons}")
+        if partial:
+            self._losses.add(rows.report, first, self.tell)
         return rows
+
+    def told(self) -> None:
+        """Tells what became of all rows that were read up to now, where something is new in that."""
+        self._losses.tell_total(self.tell)
 
     def blocks(self, epoch: int, start: int) -> Iterator[tuple[int, list[Row]]]:
         """Blocks from number `start` on, each with its rows in their training order and with their numbers."""
@@ -191,9 +228,12 @@ class StreamOrder(Order):
 
     def _from(self, epoch: int, start: int) -> Iterator[Row]:
         block, place = divmod(start, STRIDE)
-        with Ahead(self.rows.blocks(epoch, block), 1, "blocks ahead") as blocks:
-            for number, rows in blocks:
-                yield from rows[place if number == block else 0 :]
+        try:
+            with Ahead(self.rows.blocks(epoch, block), 1, "blocks ahead") as blocks:
+                for number, rows in blocks:
+                    yield from rows[place if number == block else 0 :]
+        finally:  # at the stream's end, and where the run ends before it
+            self.rows.told()
 
 
 def identity_of(recipe: Recipe, settings: str) -> str:

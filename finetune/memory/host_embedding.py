@@ -33,6 +33,8 @@ def refusal(shape: Shape, storage: Storage) -> str:
         return "is for a frozen embedding, and adapter.kind=none trains it"
     if storage.embedding_adapted:
         return "is for a frozen embedding, and adapter.targets reaches it"
+    if storage.part is not None and any(role == "embedding" for _, role in storage.part.tensors):
+        return "is for a frozen embedding, and model.new_tokens or adapter.modules_to_save train rows of it"
     if shape.tied:
         return f"is for an embedding of its own, and {shape.name} shares its matrix with the head"
     return ""

@@ -153,20 +153,28 @@ def storage_of(shape: Shape, recipe: Recipe, precision: str, device: str = "cpu"
 
 
 def runs_fast(shape: Shape, recipe: Recipe, device: str) -> bool:
-    """Whether the blocks run as fast blocks: as the recipe says, else on a GPU where the model has that form."""
+    """Whether the blocks run as fast blocks: as the recipe says, else on a GPU where nothing speaks against it."""
     wanted = recipe.plan.fast_block
     if wanted != "auto":
         return wanted
-    possible = shape.family in FAST_FAMILIES and recipe.model.attention != "eager" and _is_plain(recipe)
-    return device == "cuda" and possible and recipe.plan.exact != "bitwise"
+    return device == "cuda" and not why_not_fast(shape, recipe) and recipe.plan.exact != "bitwise"
 
 
-def _is_plain(recipe: Recipe) -> bool:
-    """Whether the blocks hold nothing that a fast block would call as it is, or not know: plain LoRA, or no adapter."""
+def why_not_fast(shape: Shape, recipe: Recipe) -> str:
+    """Why fast blocks cannot run this recipe's blocks, as the end of a sentence; empty where they can."""
     adapter = recipe.adapter
     outside = (*HEAD_NAMES, *EMBEDDING_NAMES, "model.norm")
-    whole_blocks = any(name not in outside for name in adapter.modules_to_save)
-    return adapter.kind != "dora" and adapter.init not in ("pissa", "olora") and not whole_blocks
+    if shape.family not in FAST_FAMILIES:
+        return f"is for {', '.join(FAST_FAMILIES)}, and the model is of another form ({shape.name})"
+    if recipe.model.attention == "eager":
+        return "has kernels of its own for attention, and model.attention=eager asks for another"
+    if adapter.kind == "dora":
+        return "knows plain LoRA, and adapter.kind is dora"
+    if adapter.init in ("pissa", "olora"):
+        return f"knows plain LoRA, and adapter.init={adapter.init} keeps a second one beside it"
+    if any(name not in outside for name in adapter.modules_to_save):
+        return "does not know whole trained layers in blocks, and adapter.modules_to_save names some"
+    return ""
 
 
 def _targets(shape: Shape, wanted: tuple[str, ...]) -> tuple[frozenset[str], bool, bool]:

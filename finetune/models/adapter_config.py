@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def new_config(base: Any, adapter: AdapterSection, new_rows: tuple[int, ...]) ->
             where="adapter.init",
             remedy="set adapter.init=default",
         )
-    notices = []
+    notices = _check_ranks(base, adapter, chosen)
     if adapter.dropout and embedded:
         notices.append("adapter.dropout does not act on the embedding's adapter")
     if saved:
@@ -69,6 +70,45 @@ def new_config(base: Any, adapter: AdapterSection, new_rows: tuple[int, ...]) ->
         fan_in_fan_out=turned,
     )
     return config, notices
+
+
+def _check_ranks(base: Any, adapter: AdapterSection, chosen: set[str]) -> list[str]:
+    """A notice where a rank is above the smaller side of its matrix; ModelError where the adapter begins as a part of it.
+
+    Of a matrix no more directions than its smaller side can be taken, so peft would cut the two first matrices to that.
+    """
+    sides = {name: _sides(base.get_submodule(name)) for name in chosen}
+    above = [name for name in chosen if _rank_of(adapter, name) > min(sides[name])]
+    if not above:
+        return []
+    name = min(above, key=lambda name: (min(sides[name]), name))
+    smallest, size = min(sides[name]), "x".join(map(str, sides[name]))
+    key = "adapter.rank" if _rank_of(adapter, name) == adapter.rank else "adapter.ranks"
+    what = f"rank {_rank_of(adapter, name)} is above the smaller side of {len(above)} of the {len(chosen)} matrices"
+    if adapter.init in CHANGES_BASE:
+        raise ModelError(
+            f"{what}, of which adapter.init={adapter.init} takes its directions: {name} is {size}, so it has {smallest}",
+            where=key,
+            remedy=f"set {key} to {smallest} or less, give these layers their own in adapter.ranks, or adapter.init=default",
+        )
+    return [
+        f"{what} (such as {name}, {size}): more than {smallest} trains more parameters than the matrix itself has "
+        "directions for"
+    ]
+
+
+def _sides(module: Any) -> tuple[int, int]:
+    """Outputs and inputs of a layer; not by its weight, which is packed where it is stored in 4 bits."""
+    for names in (("out_features", "in_features"), ("num_embeddings", "embedding_dim")):
+        if all(hasattr(module, name) for name in names):
+            return tuple(int(getattr(module, name)) for name in names)  # type: ignore[return-value]
+    first, second = module.weight.shape
+    return int(first), int(second)
+
+
+def _rank_of(adapter: AdapterSection, name: str) -> int:
+    own = (rank for entry, rank in adapter.ranks.items() if entry == ALL_LINEAR or selects(entry, name))
+    return next(own, adapter.rank)
 
 
 def _saved(base: Any, adapter: AdapterSection, chosen: set[str]) -> list[str]:
@@ -94,10 +134,11 @@ def _quantised(module: nn.Module) -> bool:
     return any(type(child).__name__ in kinds for child in module.modules())
 
 
-def _pattern(base: nn.Module, wanted: dict[str, int], chosen: set[str], key: str) -> dict[str, int]:
+def _pattern(base: nn.Module, wanted: Mapping[str, float], chosen: set[str], key: str) -> dict[str, Any]:
     """Regular expressions as peft wants them, one a layer or one a last name that means these layers alone."""
-    found: dict[str, int] = {}
-    for entry, value in wanted.items():
+    found: dict[str, float] = {}
+    for entry, given in wanted.items():
+        value = int(given) if float(given).is_integer() else given
         names = {name for name in chosen if entry == ALL_LINEAR or selects(entry, name)}
         if not names:
             leaves = sorted({name.rpartition(".")[2] for name in chosen})
@@ -146,9 +187,9 @@ def _token_rows(base: Any, new_rows: tuple[int, ...], saved: set[str], chosen: s
 
 
 def stored_config(
-    folder: Path, adapter: AdapterSection, base: Any, new_rows: tuple[int, ...]
+    folder: Path, adapter: AdapterSection, base: Any, new_rows: tuple[int, ...], new_tokens: tuple[str, ...] = ()
 ) -> tuple[LoraConfig, list[str]]:
-    """The folder's own config; a recipe value that is not the field's default and differs is a contradiction."""
+    """The folder's own config; a recipe value that is written out and differs is a contradiction."""
     where = str(folder)
     facts = read_config(folder)
     held_to(facts, adapter)
@@ -156,6 +197,7 @@ def stored_config(
         config = LoraConfig.from_pretrained(where)
     except (TypeError, ValueError) as error:
         raise ModelError(f"{CONFIG} cannot be read: {error}", where) from error
+    _check_tokens(folder, new_tokens)
     _check_rows(folder, config, base, new_rows)
     notices = [f"going on from the adapter in {where}"]
     if config.lora_dropout != adapter.dropout:
@@ -167,6 +209,24 @@ def stored_config(
     config.init_lora_weights = True  # whatever the first weights were, the stored ones take their place
     config.base_model_name_or_path = None  # peft fills it in, and attach corrects it
     return config, notices
+
+
+def _check_tokens(folder: Path, asked: tuple[str, ...]) -> None:
+    """Case B94: a trained row is found by its place, so the recipe's new tokens are the folder's, in the same order.
+
+    Others may come after them. A recipe without any, and a folder that does not say which it had, are `_check_rows`'s.
+    """
+    stored = new_tokens_of(folder)
+    if not stored or not asked or list(asked[: len(stored)]) == stored:
+        return
+    place = next((i for i, (old, new) in enumerate(zip(stored, asked, strict=False)) if old != new), len(asked))
+    now = json_text(asked[place]) if place < len(asked) else "missing"
+    raise ModelError(
+        f"token {place + 1} of the {len(stored)} that the adapter was trained with is {json_text(stored[place])}, and "
+        f"{now} in the recipe: the trained rows would go to other tokens",
+        where="model.new_tokens",
+        remedy="set model.new_tokens=[" + ", ".join(json_text(token) for token in stored) + "]",
+    )
 
 
 def _check_rows(folder: Path, config: LoraConfig, base: Any, new_rows: tuple[int, ...]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from finetune.config.schema import AdapterSection, Recipe
 from finetune.environment import user_path
 from finetune.errors import ModelError
-from finetune.models.new_tokens import tokens_of
+from finetune.models.new_tokens import with_tokens
 
 WEIGHTS, PICKLE, CONFIG = "adapter_model.safetensors", "adapter_model.bin", "adapter_config.json"
 MARKER = "finetune.json"
@@ -108,12 +108,28 @@ def settings_of(facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def is_written(adapter: AdapterSection, name: str) -> bool:
+    """Whether the recipe says this key: with another value than the default, or with the default written out.
+
+    A run's own recipe.yaml writes every key, so there a default says nothing.
+    """
+    fields = type(adapter).model_fields
+    every = len(adapter.model_fields_set) == len(fields)
+    return getattr(adapter, name) != fields[name].default or (name in adapter.model_fields_set and not every)
+
+
 def held_to(facts: dict[str, Any], adapter: AdapterSection) -> None:
-    """ModelError where the recipe names a value that is not the field's default and not the folder's."""
+    """ModelError where the recipe names a value that is not the folder's."""
     stored = settings_of(facts)
+    if adapter.init != "default":
+        raise ModelError(
+            f"adapter.init={adapter.init} says how a new adapter begins, and one is gone on from",
+            where="adapter.init",
+            remedy="leave it out: the folder's weights are where it begins",
+        )
     for name in ("kind", "rank", "alpha", "scaling"):
         asked, has = getattr(adapter, name), stored[name]
-        if asked != has and (name == "kind" or asked != AdapterSection.model_fields[name].default):
+        if asked != has and (name == "kind" or is_written(adapter, name)):
             given, has = (f"{value:g}" if isinstance(value, float) else value for value in (asked, has))
             raise ModelError(
                 f"adapter.{name}={given}, but the adapter that is gone on from has {has}",
@@ -132,9 +148,7 @@ def held_to(facts: dict[str, Any], adapter: AdapterSection) -> None:
 def as_planned(recipe: Recipe) -> Recipe:
     """The recipe with the settings of the adapter that it goes on from, and the new tokens of its file, for whoever
     counts bytes. Raises ModelError as loading does."""
-    if recipe.model.new_tokens_path is not None:
-        told = {"new_tokens": tokens_of(recipe.model), "new_tokens_path": None}
-        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update=told)})
+    recipe = with_tokens(recipe)
     if recipe.adapter.path is None:
         return recipe
     facts = read_config(user_path(recipe.adapter.path, "adapter.path"))

@@ -26,7 +26,7 @@ from finetune.config.schema import AdapterSection
 from finetune.environment import user_path
 from finetune.errors import ModelError
 from finetune.models.adapter_config import CHANGES_BASE, entries_of, new_config, stored_config
-from finetune.models.adapter_folder import WEIGHTS, read_config
+from finetune.models.adapter_folder import WEIGHTS, is_written, read_config
 from finetune.models.decoder import find_blocks
 from finetune.models.quantized import freeze
 from finetune.models.targets import match_targets
@@ -38,11 +38,17 @@ INITIAL = "initial"
 
 
 def attach(
-    base: nn.Module, adapter: AdapterSection, source: str, seed: int, new_rows: tuple[int, ...] = ()
+    base: nn.Module,
+    adapter: AdapterSection,
+    source: str,
+    seed: int,
+    new_rows: tuple[int, ...] = (),
+    new_tokens: tuple[str, ...] = (),
 ) -> tuple[PeftModel, list[str]]:
     """`base` with a LoRA on every target, and notices (matches of each entry, trainable parameters).
 
-    `source` is what the adapter's config names as its base model, `new_rows` are token rows that are trained too. The
+    `source` is what the adapter's config names as its base model, `new_rows` are token rows that are trained too,
+    `new_tokens` every token that the recipe adds (an adapter's folder is held to them). The
     first weights depend on `seed` alone, so every rank and every micro-batch gets the same (case B116). `adapter.path` goes on from that folder: its config decides
     rank, alpha and targets. Raises ModelError for entries that match nothing or nothing that can be adapted (B106),
     for targets that would not be trained (B107), for keys that find no place (B97), and for contradictions.
@@ -51,7 +57,7 @@ def attach(
     if folder is None:
         config, notices = new_config(base, adapter, new_rows)
     else:
-        config, notices = stored_config(folder, adapter, base, new_rows)
+        config, notices = stored_config(folder, adapter, base, new_rows, new_tokens)
     wanted = match_targets(base, adapter.targets if folder is None else entries_of(config))
     if folder is not None:
         _check_same_targets(base, adapter, wanted)
@@ -129,15 +135,15 @@ def _report(module: PeftModel, base: nn.Module, wanted: dict[str, list[str]], co
 
 
 def _check_same_targets(base: nn.Module, adapter: AdapterSection, stored: dict[str, list[str]]) -> None:
-    """Targets may be written otherwise than in the folder, but select the same modules; the default says nothing."""
-    if adapter.targets == AdapterSection.model_fields["targets"].default:
+    """Targets may be written otherwise than in the folder, but select the same modules."""
+    if not is_written(adapter, "targets"):
         return
     asked = {name for names in match_targets(base, adapter.targets).values() for name in names}
     if asked != {name for names in stored.values() for name in names}:
         raise ModelError(
             f"adapter.targets={','.join(adapter.targets)}, but the adapter has {','.join(stored)}",
             where="adapter.targets",
-            remedy="leave adapter.targets out",
+            remedy=f"set adapter.targets={','.join(stored)}, or leave it out",
         )
 
 

@@ -28,7 +28,7 @@ from finetune.models.quantized import check_stored, keep_layout, nf4_config, qua
 from finetune.models.random_weights import Making, make
 from finetune.models.source import Source, locate
 from finetune.models.storing import STORED, Storing
-from finetune.models.trained import choose, is_partial
+from finetune.models.trained import check_rows_trained, choose, is_partial
 from finetune.models.verify import verify
 
 __all__ = ["align_generation", "load_base", "load_config", "load_model", "load_tokenizer", "stop_tokens"]
@@ -108,10 +108,11 @@ def load_model(
     _check_vocabulary(base, tokenizer, section)
     module: nn.Module = base
     if recipe.adapter.kind != "none":
-        module, attached = attach(base, recipe.adapter, source.name, recipe.train.seed, new_ids)
+        module, attached = attach(base, recipe.adapter, source.name, recipe.train.seed, new_ids, tokens_of(section))
         notices += attached + _chat_notices(base, tokenizer, recipe)
     elif partial:
         notices += choose(base, recipe.train, DTYPES[precision], trained)
+        check_rows_trained(base, new_ids)
     notices += align_generation(base, tokenizer)
     if shape is None:
         from finetune.models.shapes import shape_of

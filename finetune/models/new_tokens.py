@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finetune.config.schema import ModelSection
+from finetune.config.schema import ModelSection, Recipe
 from finetune.environment import user_path
 from finetune.errors import ModelError
 
@@ -21,6 +21,15 @@ def tokens_of(section: ModelSection) -> tuple[str, ...]:
         place = user_path(section.new_tokens_path, "model.new_tokens_path")
         found |= dict.fromkeys(_lines(place))
     return tuple(found)
+
+
+def with_tokens(recipe: Recipe) -> Recipe:
+    """The recipe with the tokens of model.new_tokens_path as model.new_tokens: a run stands on the tokens that were
+    read, and not on a file that may change or go. ModelError names a bad line."""
+    if recipe.model.new_tokens_path is None:
+        return recipe
+    told = {"new_tokens": tokens_of(recipe.model), "new_tokens_path": None}
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update=told)})
 
 
 def _lines(place: Path) -> list[str]:
@@ -35,6 +44,9 @@ def _lines(place: Path) -> list[str]:
     tokens = [line for line in lines if line]
     if not tokens:
         raise ModelError(f"{place} holds no token", where, "write one token a line, or leave it out")
+    bad = next((token for token in tokens if token == "???" or "\0" in token), None)
+    if bad is not None:
+        raise ModelError(f"{bad!r} in {place} cannot be written in a recipe", where, "leave this token out")
     return tokens
 
 

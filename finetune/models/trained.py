@@ -52,6 +52,22 @@ def choose(
     return [_report(base, parameters, chosen, (trained, frozen))]
 
 
+def check_rows_trained(base: nn.Module, new_rows: tuple[int, ...]) -> None:
+    """ModelError when tokens were added and embedding or head, whose rows they have, stay frozen: the rows would stay
+    the mean of the others for good."""
+    sides = {id(side.weight): side for side in (base.get_input_embeddings(), base.get_output_embeddings())}  # type: ignore[operator]
+    frozen = [
+        name for name, child in base.named_modules() if child in sides.values() and not child.weight.requires_grad
+    ]
+    if new_rows and frozen:
+        raise ModelError(
+            f"{len(new_rows)} tokens are added, and their rows in {' and '.join(frozen)} are not trained",
+            where="model.new_tokens",
+            remedy=f"train {' and '.join(frozen)} too (name it in train.modules, not in train.freeze), "
+            "leave model.new_tokens out, or set adapter.kind=lora, which trains these rows alone",
+        )
+
+
 def _selected(base: nn.Module, entries: tuple[str, ...], names: dict[int, list[str]], where: str) -> set[int]:
     found: set[int] = set()
     for entry in entries:

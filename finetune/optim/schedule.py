@@ -93,6 +93,19 @@ def rate_notices(section: OptimizerSection, train: TrainSection) -> list[str]:
     ]
 
 
+def schedule_notices(section: ScheduleSection, steps: int) -> list[str]:
+    """What of a schedule does not fit into a run of `steps` steps."""
+    found = []
+    warmup, decay = _whole_steps(section.warmup, steps), _whole_steps(section.decay, steps)
+    if warmup >= steps and warmup > 0:
+        found.append(f"schedule.warmup takes {warmup} steps and the run has {steps}: the peak rate is never reached")
+    if section.name == "wsd" and decay > max(steps - warmup, 0):
+        found.append(
+            f"schedule.decay takes {decay} steps and {max(steps - warmup, 0)} are left after the warm-up: it is cut to those"
+        )
+    return found
+
+
 def rate(section: ScheduleSection, peak: float, step: int, steps: int) -> float:
     """The learning rate of optimizer step number `step`, counted from 0, in a run of `steps` steps.
 
@@ -114,6 +127,7 @@ def rate(section: ScheduleSection, peak: float, step: int, steps: int) -> float:
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
     left = max(steps - step, 0) / (steps - warmup) if steps > warmup else 0.0
+    # One part more than steps: the first of them is below the peak already, the last not yet at the final rate.
     after = max(steps - warmup, 1)
-    share = row.factor(left, min(1.0, _whole_steps(section.decay, steps) / after))
+    share = row.factor(left, (min(_whole_steps(section.decay, steps), after) + 1) / after)
     return peak * (share + section.final * (1.0 - share))

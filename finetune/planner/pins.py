@@ -12,7 +12,7 @@ from finetune.config.schema import Recipe
 from finetune.contracts import Shape
 from finetune.errors import InputError, NotBuiltError
 from finetune.memory import host_embedding, step_in_backward
-from finetune.memory.storage import Storage
+from finetune.memory.storage import Storage, why_not_fast
 from finetune.memory.table import LEVERS, Lever
 
 EVEN_PARTS = 64
@@ -33,6 +33,7 @@ def check_built(recipe: Recipe, shape: Shape, ranks: int) -> None:
         value = getattr(recipe.plan, field)
         if value != "auto" and value not in kept:
             raise NotBuiltError(f"plan.{field}={_text(value)}", f"plan.{field}={_text(kept[0])}")
+    _check_fast(recipe, shape)
     blocks = recipe.plan.resident_blocks
     if blocks != "auto" and blocks != shape.blocks:
         raise NotBuiltError(f"plan.resident_blocks={blocks}", f"leave it auto: all {shape.blocks} blocks are resident")
@@ -42,6 +43,20 @@ def check_built(recipe: Recipe, shape: Shape, ranks: int) -> None:
             f"plan.data={recipe.plan.data}, but {started} started",
             where="plan.data",
             remedy=f"accelerate launch --num_processes {recipe.plan.data}, or leave plan.data auto",
+        )
+
+
+def _check_fast(recipe: Recipe, shape: Shape) -> None:
+    """Pins of fast blocks that they cannot keep. Which device there is decides only where nothing is pinned."""
+    reason = why_not_fast(shape, recipe)
+    if recipe.plan.fast_block is True and reason:
+        raise InputError(f"plan.fast_block=true {reason}", "plan.fast_block", "plan.fast_block=auto or false")
+    off = recipe.plan.fast_block is False or (recipe.plan.fast_block == "auto" and bool(reason))
+    if recipe.plan.attention not in ("auto", "deterministic") and off:
+        raise InputError(
+            f"plan.attention={recipe.plan.attention} names a kernel of fast blocks, and they are off here",
+            "plan.attention",
+            "plan.attention=auto; model.attention chooses transformers' own",
         )
 
 
@@ -86,9 +101,16 @@ def lever_choices(lever: Lever, allowance: Allowance) -> tuple[Any, ...]:
         raise InputError(
             f"plan.{lever.field}={_text(pinned)} {reason}",
             where=f"plan.{lever.field}",
-            remedy=f"plan.{lever.field}={_text(lever.off)}, or drop what forbids it",
+            remedy=" or ".join(f"plan.{lever.field}={_text(value)}" for value in _others(lever, pinned, allowance)),
         )
     return (pinned,)
+
+
+def _others(lever: Lever, pinned: Any, allowance: Allowance) -> list[Any]:
+    """The values of a lever that would be kept: all that are possible here, else off alone."""
+    if _forbidden(lever, allowance):
+        return [lever.off]
+    return [value for value in lever.choices if value != pinned and not _senseless(value, allowance)]
 
 
 def _forbidden(lever: Lever, allowance: Allowance) -> str:

@@ -22,8 +22,9 @@ from finetune.planner.words import size
 
 LENGTHS = 4096
 """Rows whose lengths are looked at for the padding that a micro-batch costs."""
-EQUAL = 0.01
-"""Plans within this share of the fastest count as equally fast; the one that needs least memory is taken."""
+EQUAL = 0.03
+"""Plans within this share of the fastest count as equally fast, since times are no better known than that: of these the one
+that asks least of the host, then the one that needs least memory is taken."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,10 @@ def _reasons(space: Space, chosen: Candidate, candidates: list[Candidate]) -> tu
             plan.attention, f"the {plan.attention} kernel"
         )
         reasons.append(f"fast blocks: fused operations (other roundings), attention by {kernel}")
+    elif plan.attention not in ("auto", "deterministic"):
+        reasons.append(f"plan.attention={plan.attention} does nothing here: it is for fast blocks, which run on a GPU")
+    if space.precision == "tf32" and plan.device == "cpu":
+        reasons.append("tf32 changes nothing on a CPU: products are made in fp32")
     for lever in LEVERS.values():
         value = getattr(plan, lever.field)
         if value == lever.off:

@@ -45,8 +45,10 @@ def finished_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise InputError(
             "this is no run folder: recipe.yaml is missing", str(run), "run=runs/NAME-TIME; `finetune runs` lists them"
         )
-    recipe = load_recipe(run / "recipe.yaml", overrides)
+    recipe = load_recipe(run / "recipe.yaml", overrides, finished=True)
     result = result_place(recipe, run)
+    if not result.exists() and not recipe.run.keep:
+        raise InputError("this was a trial (run.keep=false), which keeps no result", str(run), "run.keep=true")
     if not result.exists():
         raise InputError("this run has no result yet", str(run), "go on with it: resume=auto run.dir=" + str(run))
     if recipe.adapter.kind == "none":

@@ -35,8 +35,9 @@ class StopSignal:
     With `at_once`, once nothing is left to be saved, a signal raises StopAskedError where it finds the program.
     """
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, keep: bool = True) -> None:
         self.log = log
+        self.keep = keep
         self.asked: str | None = None
         self.at_once = False
         self._before: dict[int, Any] = {}
@@ -57,7 +58,8 @@ class StopSignal:
         self.asked = signal.Signals(number).name
         if self.at_once:
             raise StopAskedError(self.asked)
-        self.log.say(f"{self.asked}: finishing this step, then saving. Ctrl-C again leaves at once.")
+        then = "saving" if self.keep else "stopping; nothing of a trial is kept"
+        self.log.say(f"{self.asked}: finishing this step, then {then}. Ctrl-C again leaves at once.")
 
     def check(self) -> None:
         """Raises when a signal came."""

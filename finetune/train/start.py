@@ -31,7 +31,7 @@ from finetune.models.new_tokens import tokens_of
 from finetune.models.shapes import shape_for
 from finetune.models.verify import check_lengths
 from finetune.optim.groups import roles_of
-from finetune.optim.schedule import rate_notices
+from finetune.optim.schedule import rate_notices, schedule_notices
 from finetune.optim.table import build, notices
 from finetune.planner import report
 from finetune.planner.hardware import detect
@@ -79,7 +79,7 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
     saved = state.read(checkpoint, recipe, splits.train.fingerprint) if checkpoint else None
     progress = state.progress_of(saved[1]) if saved else Progress()
     steps = total_steps(order, recipe.train.epochs, recipe.train.max_steps, progress.position, progress.step)
-    for notice in saved[2] if saved else []:
+    for notice in saved[2] if saved else _trial_notices(recipe):
         log.notice(notice)
     if saved and world.agree(lambda: _is_complete(recipe, folder, progress, steps)):
         return _already_complete(recipe, folder, progress, log)
@@ -98,12 +98,16 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
     ready = assemble(model, decision.plan, recipe.train.seed, world.device, decision.precision)
     named, roles = model.trainable(), roles_of(model.module)
     optimizer = build(recipe.optimizer, named, roles, recipe.model.trained, recipe.train.seed)
-    for notice in (*notices(recipe.optimizer, named, roles), *rate_notices(recipe.optimizer, recipe.train)):
+    for notice in (
+        *notices(recipe.optimizer, named, roles),
+        *rate_notices(recipe.optimizer, recipe.train),
+        *schedule_notices(recipe.schedule, steps),
+    ):
         log.notice(notice)
     job = Job(
         recipe, decision.plan, world, decision.precision, folder, splits, order, TextTask(tokenizer.pad_token_id), model,
         optimizer, Update(model, optimizer, decision.plan, world.device), ready.key, ready.given,
-        loss_scale(decision.precision), Health(list(model.trainable())), StopSignal(log), log, progress,
+        loss_scale(decision.precision), Health(list(model.trainable())), StopSignal(log, recipe.run.keep), log, progress,
     )  # fmt: skip
     world.agree(lambda: rehearse(job, decision))
     if saved:
@@ -113,6 +117,14 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
             f"resumed from {checkpoint} at step {job.progress.step}, epoch {job.progress.epoch}, {order.place(job.progress.row)}"
         )
     return _train(job, decision, steps)
+
+
+def _trial_notices(recipe: Recipe) -> list[str]:
+    """What a trial leaves undone although the recipe asks for it."""
+    asked = [f"checkpoint.{name}" for name in ("every", "keep_best") if getattr(recipe.checkpoint, name) is not None]
+    if recipe.run.keep or not asked:
+        return []
+    return [f"run.keep=false: a trial writes no checkpoint, so {' and '.join(asked)} do nothing"]
 
 
 def _train(job: Job, decision: Decision, steps: int) -> Result:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 import finetune
+from finetune.config.load import load_recipe
+from finetune.errors import CheckpointError, ModelError
 from finetune.train import after
 from tests.conftest import changed
 from tests.runs.history import column, same_bits
@@ -21,6 +23,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "olora": {"adapter__init": "olora", "adapter__alpha": 4},
     "whole head": {"adapter__modules_to_save": ["lm_head"], "optimizer__lr": 1e-3},
     "new tokens": {"model__new_tokens": NEW},
+    "new tokens, pissa": {"model__new_tokens": NEW, "adapter__init": "pissa"},
     "new tokens, full": {"model__new_tokens": NEW, "adapter": {"kind": "none"}, "optimizer__lr": 1e-3},
     "nf4 alone": {"model__base": "nf4", "model__double_quant": False},
     "int8": {"model__base": "int8"},
@@ -55,3 +58,25 @@ def test_every_method_trains_in_bf16(tiny: dict[str, Any], tmp_path: Path, name:
     finetune.run(recipe)
     losses = column(tmp_path / "run", "loss")
     assert losses[-1] < losses[0]
+
+
+def test_a_run_stands_on_the_new_tokens_that_it_read(tiny: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "tokens.txt"
+    file.write_text("<tree>\n${a}\n012\nnull\n")
+    recipe = changed(tiny, train__max_steps=2, generate__max_tokens=2, model__new_tokens=["<b>"])
+    recipe["model"]["new_tokens_path"] = str(file)
+    run = finetune.run(recipe)
+    kept = load_recipe(run.dir / "recipe.yaml").model
+    assert (kept.new_tokens, kept.new_tokens_path) == (("<b>", "<tree>", "${a}", "012", "null"), None)
+    figures = after.evaluate(run.dir)
+    file.unlink()
+    assert after.evaluate(run.dir) == figures
+    assert len(after.generate(run.dir, ["a tree"])) == 1
+    assert after.export(run.dir, "adapter", tmp_path / "out", None)["largest_logit_difference"] < 1e-3
+    assert finetune.run(run.dir, f"run.dir={run.dir}", "resume=auto", "train.max_steps=3").summary["steps"] == 3
+    file.write_text("${a}\n<tree>\n")
+    with pytest.raises(CheckpointError, match=r"model\.new_tokens: (.|\n)* in the checkpoint"):
+        finetune.run(changed(recipe, resume="auto", run__dir=str(run.dir), train__max_steps=4))
+    file.write_text("???\n")
+    with pytest.raises(ModelError, match=r"\?\?\?(.|\n)*cannot be written in a recipe"):
+        finetune.run(changed(recipe, run__dir=str(tmp_path / "other")))

@@ -156,7 +156,7 @@ def test_one_rank_alone_prints_what_all_ranks_see(
             2,
             "x.jsonl line 2: a bad row\n    -> mend it\n",
         ),
-        ("KeyboardInterrupt()", 130, ""),
+        ("KeyboardInterrupt()", 130, "interrupted (Ctrl-C)\n"),
         ("BrokenPipeError()", 141, ""),
     ],
 )

@@ -199,6 +199,12 @@ CONTRADICTIONS = [
     (("adapter.kind=lora", "adapter.init=pissa", "model.base=nf4"), "adapter.init", "which quantisation would blur"),
     (("adapter.kind=dora", "adapter.init=olora"), "adapter.init", "whose norms dora keeps"),
     (("adapter.kind=lora", "adapter.init=pissa", "adapter.path=a"), "adapter.init", "one is to be gone on from"),
+    (("adapter.kind=lora", "adapter.init=gaussian", "adapter.path=a"), "adapter.init", "one is to be gone on from"),
+    (
+        ("adapter.kind=lora", "adapter.alphas.q_proj=0"),
+        "adapter.alphas.q_proj",
+        "is not a section of NAME: number above 0",
+    ),
     (("adapter.kind=lora", "train.last_blocks=2"), "train.last_blocks", "freezes all"),
     (("adapter.kind=dora", "train.freeze=norm"), "train.freeze", "freezes all"),
     (("schedule.name=constant", "schedule.final=0.1"), "schedule.final", "and to stay constant"),
@@ -262,8 +268,8 @@ EVERY_KEY: dict[str, str] = {
     "model.trained": "fp32", "model.attention": "eager", "model.trust_remote_code": "yes",
     "adapter.kind": "lora", "adapter.rank": "8", "adapter.alpha": "16", "adapter.dropout": "0.1",
     "adapter.scaling": "rslora", "adapter.init": "gaussian", "adapter.ranks": "{q_proj: 4, 'layers.1.mlp.*': 8}",
-    "adapter.alphas": "{q_proj: 8}", "adapter.modules_to_save": "[lm_head]",
-    "adapter.targets": "[q_proj, v_proj]", "adapter.path": "a/b",
+    "adapter.alphas": "{q_proj: 8.5}", "adapter.modules_to_save": "[lm_head]",
+    "adapter.targets": "[q_proj, v_proj]", "adapter.path": "~",
     "data.path": "x.jsonl", "data.split": "test", "data.valid_path": "v.jsonl", "data.valid_share": "0",
     "data.template": "alpaca", "data.columns": "{instruction: question, output: answer}", "data.max_tokens": "128",
     "data.system": "Be brief.", "data.roles": "{caller: user}",
@@ -287,7 +293,7 @@ EVERY_KEY: dict[str, str] = {
     "plan.optimizer_in_backward": "no", "plan.embedding_placement": "device", "plan.probe": "no",
     "plan.compile": "no", "plan.data": "1", "plan.shard": "1", "plan.tensor": "1", "plan.context": "1",
     "plan.fast_block": "no", "plan.attention": "auto",
-    "run.dir": "runs/${recipe}", "run.trackers": "wandb", "run.keep": "false",
+    "run.dir": "runs/${recipe}", "run.trackers": "wandb", "run.keep": "true",
 }  # fmt: skip
 """Every key of the schema, away from its default where it can be."""
 
@@ -313,7 +319,7 @@ def test_b64_every_key_given_is_in_the_resolved_recipe_and_survives_being_saved(
     at_default = {"task", "model.path", "data.path", "data.valid_share", "train.batch_tokens", "plan.resident_blocks"}
     at_default |= {"train.last_blocks", "train.modules", "train.freeze"}  # they do not go with an adapter
     at_default |= {f"data.{name}" for name in ("mixture", "weights", "on_exhausted", "streaming", "shuffle_buffer")}
-    at_default |= {"model.trained", "schedule.decay", "plan.attention"}
+    at_default |= {"model.trained", "schedule.decay", "plan.attention", "run.keep", "adapter.path"}
     assert changed == set(EVERY_KEY) - at_default
 
     save_recipe(recipe, tmp_path / "recipe.yaml")
@@ -368,3 +374,38 @@ def test_the_names_of_other_tools_lead_to_keys_that_exist() -> None:
     assert set(ELSEWHERE.values()) <= known
     assert KNOWN.trackers == TRACKERS
     assert not {name for name in ELSEWHERE if (name,) in KEYS}
+
+
+def test_no_adapter_on_the_command_line_sets_the_recipes_own_aside_and_says_so() -> None:
+    from finetune.config.load import load_recipe, notes_of_words
+
+    words = ["adapter.kind=none"]
+    recipe = load_recipe("quickstart", words)
+    assert recipe.adapter.kind == "none"
+    assert recipe.adapter.rank == 16
+    assert notes_of_words("quickstart", words) == [
+        "adapter.kind=none: the recipe's own adapter.rank, adapter.alpha, adapter.targets are set aside"
+    ]
+    with pytest.raises(ConfigError, match=r"adapter\.rank is 4, and adapter\.kind is none"):
+        load_recipe("quickstart", [*words, "adapter.rank=4"])
+
+
+@pytest.mark.parametrize(
+    ("run", "word", "what"),
+    [
+        (("adapter.kind=lora", "adapter.init=pissa"), "model.base=nf4", "which quantisation would blur"),
+        ((), "model.base=int8", "cannot be trained itself"),
+        (("model.precision=bf16", "model.trained=split"), "model.precision=fp32", "products are to be made in fp32"),
+    ],
+)
+def test_a_finished_run_is_not_held_to_what_only_training_needs(
+    tmp_path: Path, run: tuple[str, ...], word: str, what: str
+) -> None:
+    save_recipe(load(*run), tmp_path / "recipe.yaml")
+    assert what in faults(word, base=tmp_path / "recipe.yaml")[0].what
+    key, value = word.split("=")
+    read = load_recipe(tmp_path / "recipe.yaml", [word], KNOWN, Launch(), finished=True)
+    assert getattr(read.model, key.removeprefix("model.")) == value
+    # Everything else still holds.
+    with pytest.raises(ConfigError, match="double_quant"):
+        load_recipe(tmp_path / "recipe.yaml", ["model.double_quant=false"], KNOWN, Launch(), finished=True)

@@ -80,7 +80,7 @@ SAME_IN_BOTH = [
     ("plan.activation_checkpointing", "auto", "auto"),
     ("plan.activation_checkpointing", "selective", "selective"),
     ("plan.activation_checkpointing", "4", 4),
-    ("plan.activation_checkpointing", "1", True),
+    ("plan.activation_offload", "1", True),
     ("plan.gpu_memory", "8GiB", 8 * 2**30),
     ("plan.gpu_memory", "24GB", 24 * 10**9),
     ("plan.gpu_memory", "1.5 MiB", 3 * 2**19),

@@ -169,3 +169,100 @@ def test_a_bad_row_stops_as_it_does_without_a_cache(opened: Callable[..., Any], 
     bad = write([*alpaca_rows(3), {"instruction": "x", "output": ""}], "bad.jsonl")
     with pytest.raises(DataError, match="line 4"):
         opened(path=bad)
+
+
+def _opened_twice(recipe_of: Callable[[], Recipe], change: Callable[[], object]) -> tuple[Splits, Splits, str]:
+    """What is opened before and after a change, and what was told the second time."""
+    told: list[str] = []
+    before = open_data(recipe_of(), tiny_tokenizer(CHATML))
+    change()
+    return before, open_data(recipe_of(), tiny_tokenizer(CHATML), tell=told.append), "\n".join(told)
+
+
+def _recipe(path: str, **data: Any) -> Recipe:
+    values = {"path": path, "template": "alpaca", "max_tokens": 64, **data}
+    return Recipe.model_validate({"model": {"path": "builtin:tiny"}, "data": values})
+
+
+@pytest.mark.parametrize("change", ["lines", "keys", "kinds", "name"])
+def test_b57_a_pattern_is_known_by_its_files_names_and_bytes(tmp_path: Path, change: str) -> None:
+    """Blank lines, the order of keys, 1 or 1.0 and a file's name all change what is trained or what is told."""
+    folder = tmp_path / "some"
+    folder.mkdir()
+    file = folder / "a.jsonl"
+    row = '{"instruction": "a", "output": 1}\n'
+    file.write_text(row + '{"instruction": \n' + row)
+
+    def changed() -> None:
+        if change == "lines":
+            file.write_text("\n\n\n\n" + file.read_text())
+        elif change == "keys":
+            file.write_text(file.read_text().replace(row, '{"output": 1, "instruction": "a"}\n'))
+        elif change == "kinds":
+            file.write_text(file.read_text().replace(": 1}", ": 1.0}"))
+        else:
+            file.rename(folder / "b.jsonl")
+
+    _, after, told = _opened_twice(lambda: _recipe(f"{folder}/*.jsonl", on_bad_row="skip"), changed)
+    assert "prepared in" in told
+    line = 6 if change == "lines" else 2
+    (places,) = [some for reason, some in after.train.report.places.items() if reason.startswith("broken JSON")]
+    assert places[0].endswith(f"{'b' if change == 'name' else 'a'}.jsonl line {line}")
+
+
+def test_b57_a_list_inside_a_json_file_is_known_by_the_files_bytes(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text('{"rows": [{"instruction": "a", "output": 1}]}')
+    _, after, told = _opened_twice(
+        lambda: _recipe(f"{file}:rows"), lambda: file.write_text(file.read_text().replace(": 1}", ": 1.0}"))
+    )
+    assert "prepared in" in told
+    assert "1.0" in "".join(text for text, _ in after.train.report.sample)
+
+
+def test_a_file_changed_while_it_is_read_is_not_kept_under_its_former_hash(
+    opened: Callable[..., Any], write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from finetune.data import opening
+
+    make = opening.make_splits
+
+    def after_a_change(*given: Any) -> Splits:
+        write(alpaca_rows(20))
+        return make(*given)
+
+    monkeypatch.setattr(opening, "make_splits", after_a_change)
+    splits, told = opened()
+    assert len(splits.train) == 20
+    assert "not kept: a data file was changed while it was read" in told
+
+
+def test_an_error_of_a_data_file_is_not_told_as_one_of_the_cache(
+    write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from finetune.data import opening
+
+    told: list[str] = []
+
+    def fails(*given: Any) -> Splits:
+        raise OSError(5, "Input/output error", "rows.jsonl")
+
+    monkeypatch.setattr(opening, "make_splits", fails)
+    with pytest.raises(OSError, match="Input/output"):
+        open_data(_recipe(write(alpaca_rows(3))), tiny_tokenizer(CHATML), tell=told.append)
+    assert told == []
+
+
+def test_a_full_disk_is_told_in_the_systems_words(opened: Callable[..., Any], write: Callable[..., str]) -> None:
+    """A limit on the size of files stands for the full disk: the write fails half way in the same manner."""
+    import resource
+
+    path = write([{"instruction": "abc " * 15, "output": "def " * 15 + str(n)} for n in range(800)], "big.jsonl")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        splits, told = opened(path=path, max_tokens=256)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "not kept: File too large" in told
+    assert len(splits.train) == 800

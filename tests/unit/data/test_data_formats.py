@@ -157,7 +157,7 @@ def test_b52_broken_lines_are_skipped_by_policy_and_counted(tmp_path: Path, prep
     table = save(tmp_path, "a.csv", "text,other\none,1\ntwo\n")
     report = prepared(table, tiny_tokenizer(), template="text", on_bad_row="skip").train.report
     assert report.dropped == {"another number of cells than the header": 1}
-    with pytest.raises(DataError, match="line 1: broken JSON"):
+    with pytest.raises(DataError, match=r"line 1: 0 of 2 rows left \(2 broken JSON\)"):
         load_records(save(tmp_path, "b.jsonl", "{\n{\n"), SKIP)
 
 

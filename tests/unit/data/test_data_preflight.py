@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from finetune.data.preflight import as_dict, check, render
+from finetune.data.preflight import as_dict, check, facts, headline, render
 from finetune.errors import DataError
 from tests.unit.data.chat_forms import CHATML, tiny_tokenizer
 
@@ -96,3 +96,37 @@ def test_trained_tokens_that_read_otherwise_are_reported(prepared: Callable[...,
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     warnings = prepared([{"messages": TALK}], tokenizer).train.report.warnings
     assert any("trained tokens of" in warning and "'hello<|im_end|>" in warning for warning in warnings)
+
+
+def test_truncated_rows_are_named(prepared: Callable[..., Any]) -> None:
+    rows = [{"text": "a"}, *[{"text": "a" * 30}] * 6]
+    report = prepared(rows, tiny_tokenizer(), template="text", max_tokens=16).train.report
+    assert report.truncated == 6
+    assert report.places["truncated"] == ("line 2", "line 3", "line 4", "line 5", "line 6")
+    assert ("truncated", "6 (line 2, line 3, line 4, line 5, line 6, ...)") in facts(report)
+    assert "6 (line 2, line 3, line 4, line 5, line 6, ...) truncated at 16 tokens" in headline(report)
+
+
+def test_split_documents_are_counted_once_each(prepared: Callable[..., Any]) -> None:
+    """Two documents of 17 tokens: two pieces of 8 each, and a last token that teaches nothing."""
+    rows = [{"text": "a" * 16}] * 2
+    report = prepared(rows, tiny_tokenizer(), template="text", max_tokens=8, on_long="split").train.report
+    assert report.documents == 4
+    assert report.notes == {
+        "documents cut into several": 2,
+        "documents whose last piece of one token was left out": 2,
+    }
+
+
+def test_plain_texts_have_no_prompts(prepared: Callable[..., Any]) -> None:
+    splits = prepared(
+        [{"text": "a" * 9}], tiny_tokenizer(), template="text", max_tokens=1, on_long="split", strict=False
+    )
+    report = splits.train.report
+    assert report.notes == {}
+    shown = " ".join(report.warnings)
+    assert "prompt" not in shown
+    assert "1 of 1 rows had no trainable token left: the first token of a piece is never trained" in shown
+    with pytest.raises(DataError, match="the first token of a piece is never trained") as caught:
+        check(report)
+    assert "prompt" not in str(caught.value)

@@ -117,3 +117,36 @@ def test_faults_of_a_mixture_name_the_file(mixed: Callable[..., Any], write: Cal
 def test_keys_that_contradict_are_named(data: dict[str, Any], key: str) -> None:
     recipe = Recipe.model_validate({"model": {"path": "m"}, "data": data, "train": {"batch": 1}})
     assert key in [fault.where for fault in check(recipe, None, Launch())]
+
+
+@pytest.mark.parametrize("weights", [(1e-9, 1), (1, 1e-9), (5e-324, 1e308), (1e-320, 1e-300)])
+def test_weights_that_repeat_a_file_without_end_are_refused(
+    mixed: Callable[..., Any], weights: tuple[float, float]
+) -> None:
+    recipe, splits = mixed(weights=dict(zip("ab", weights, strict=True)), on_exhausted="repeat")
+    with pytest.raises(DataError, match=r"data\.weights: an epoch would be .* rows"):
+        mixture_of(splits.train, recipe.data)
+    assert sum(taken([12, 30], weights, "stop")) in (13, 31)
+
+
+def test_weights_that_are_tiny_alike_are_even(mixed: Callable[..., Any]) -> None:
+    assert taken([12, 30], (1e-320, 1e-320), "repeat") == (30, 30)
+
+
+def test_an_epoch_too_short_for_its_weights_is_told_with_the_shares(mixed: Callable[..., Any]) -> None:
+    recipe, splits = mixed(weights={"a": 1, "b": 1000})
+    (warning,) = counted(splits.train, recipe.data).warnings
+    assert warning == (
+        "an epoch of 31 rows cannot keep to data.weights; it takes a 3.23 % instead of 0.0999 %, "
+        "b 96.8 % instead of 99.9 %"
+    )
+    recipe, splits = mixed(weights={"a": 3, "b": 1})
+    assert counted(splits.train, recipe.data).warnings == ()
+
+
+def test_a_missing_column_is_told_of_the_file_that_lacks_it(write: Callable[..., str]) -> None:
+    files = {"a": write(alpaca_rows(3), "a.jsonl"), "b": write([{"instruction": "x", "answer": "y"}], "b.jsonl")}
+    values = {"mixture": files, "template": "alpaca", "max_tokens": 256}
+    recipe = Recipe.model_validate({"model": {"path": "builtin:tiny"}, "data": values})
+    with pytest.raises(DataError, match=r"b\.jsonl line 1: the column 'output' .*columns found: instruction, answer"):
+        prepare(recipe, tiny_tokenizer(CHATML))

@@ -106,9 +106,94 @@ def test_bad_rows_stop_with_their_line_or_are_left_out_and_told(streamed: Callab
     assert sorted(s for _, some, _, _ in walk(stream) for s in some) == [
         n for n in range(1100) if n not in (1030, 1033)
     ]
-    assert "rows 1,001 to 1,100: dropped 1 rows that cannot be read (" in stream[2][0]
-    assert "line 1031" in stream[2][0]
-    assert "line 1034" in stream[2][0]
+    (told,) = [line for line in stream[2] if "rows 1,001 to 1,100:" in line]
+    assert "dropped 1 rows that cannot be read (line 1031)" in told
+    assert "line 1034" in told
+
+
+@pytest.mark.parametrize("on_long", ["truncate", "drop"])
+def test_what_is_cut_or_changed_behind_the_first_rows_is_told_once_and_summed(
+    streamed: Callable[..., Any], on_long: str
+) -> None:
+    """Rows 1,031 (a number), 1,034 (too long) and 1,061 (empty) stand behind those of the report; both epochs have them."""
+    many: list[Any] = [{"instruction": "x", "output": "y"}] * 1100
+    many[1030] = {"instruction": "x", "output": 7}
+    many[1033] = (
+        {"instruction": "x " * 200, "output": "y"} if on_long == "drop" else {"instruction": "x", "output": "y" * 200}
+    )
+    many[1060] = {"instruction": "x", "output": ""}
+    stream = streamed(many, shuffle_buffer=50, on_bad_row="skip", on_long=on_long)
+    walk(stream)
+    walk(stream, epoch=1)
+    first, second, total = (line.removeprefix("data  ") for line in stream[2])
+    cut = "dropped 1 longer than data.max_tokens" if on_long == "drop" else "truncated 1"
+    changed = "1 rows with a number converted to text"
+    assert first == f"rows 1,001 to 1,050: {cut} (line 1034); {changed} (line 1031)"
+    assert second == "rows 1,051 to 1,100: dropped 1 column 'output' is empty (line 1061)"
+    assert total.startswith("the 1,100 rows of the stream that were read: ")
+    assert all(each in total for each in (cut, changed, "dropped 1 column 'output' is empty"))
+
+
+def test_a_stream_that_ends_before_its_file_does_tells_what_it_lost(streamed: Callable[..., Any]) -> None:
+    many: list[Any] = [{"instruction": "x", "output": "y"}, {"instruction": "x", "output": ""}] * 40
+    stream = streamed(many, on_bad_row="skip")
+    steps = stream[1].steps(0)
+    next(steps)
+    steps.close()
+    assert "rows of the stream that were read: dropped" in stream[2][-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [(b'{"instruction": "a", "output": "b", "output": "c"}', "line 1: the key 'output' is given twice"),
+     (b'{"instruction": "a", "output": {"c": 1, "c": 2}}', "line 1: the key 'c' is given twice"),
+     (b'{"instruction": "a", "output": "\xff"}', "line 1: not UTF-8"),
+     ('{"instruction": "a"}'.encode("utf-16"), "the file is UTF-16")],
+)  # fmt: skip
+def test_a_stream_refuses_what_is_refused_without_streaming(
+    streamed: Callable[..., Any], tmp_path: Path, content: bytes, what: str
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(content + b"\n" + b'{"instruction": "a", "output": "b"}\n')
+    for streaming in (True, False):
+        with pytest.raises(DataError, match=what):
+            streamed(str(file), streaming=streaming)
+    if "twice" in what:
+        dropped = streamed(str(file), on_bad_row="skip")[0].report.dropped
+        assert sum(dropped.values()) == 1
+    else:
+        with pytest.raises(DataError, match=what):
+            streamed(str(file), on_bad_row="skip")
+
+
+def test_a_stream_refuses_a_column_given_twice(streamed: Callable[..., Any], tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "a.csv").write_text("instruction,output,output\na,b,c\n")
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["output", "output"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    for name in ("a.csv", "a.parquet"):
+        with pytest.raises(DataError, match="names output twice"):
+            streamed(str(tmp_path / name))
+
+
+def test_a_stream_of_what_is_no_one_file_says_what_it_is(streamed: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    (tmp_path / "a.json").write_text('{"rows": []}')
+    for path, what in (
+        (tmp_path, "a folder cannot be streamed"),
+        (f"{tmp_path}/*.jsonl", "a pattern cannot be streamed"),
+        (f"{tmp_path}/a.json:rows", "a list inside a JSON file cannot be streamed"),
+        (tmp_path / "aa.jsonl", "did you mean"),
+    ):
+        with pytest.raises(DataError, match=what):
+            streamed(str(path))
+
+
+def test_a_stream_of_broken_lines_counts_them(streamed: Callable[..., Any]) -> None:
+    with pytest.raises(DataError, match=r"0 of 3 rows left.*3 rows that cannot be read; the first is line 1"):
+        streamed(["{"] * 3, on_bad_row="skip")
 
 
 def test_what_is_not_known_before_is_said(streamed: Callable[..., Any]) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from finetune.config.schema import OptimizerSection, ScheduleSection, TrainSection
 from finetune.errors import InputError
-from finetune.optim.schedule import SCHEDULES, peak_rate, rate, rate_notices, warmup_steps
+from finetune.optim.schedule import SCHEDULES, peak_rate, rate, rate_notices, schedule_notices, warmup_steps
 
 
 def rates(steps: int, peak: float = 1.0, **section) -> list[float]:
@@ -74,14 +74,23 @@ def test_tables_import_no_torch():
 
 
 def test_wsd_warms_up_stays_and_decays_by_a_straight_line():
-    assert rates(10, name="wsd", warmup=2, decay=4) == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
-    assert rates(10, name="wsd", decay=0.2) == pytest.approx([1.0] * 9 + [0.5])
-    assert rates(10, name="wsd", decay=0.2, final=0.4)[-1] == pytest.approx(0.7)
+    assert rates(10, name="wsd", warmup=2, decay=4) == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    assert rates(10, name="wsd", decay=0.2) == pytest.approx([1.0] * 8 + [2 / 3, 1 / 3])
+    assert rates(10, name="wsd", decay=0.2, final=0.4)[-1] == pytest.approx(0.6)
+    # A share that makes one step is one step of decay, not none.
+    assert rates(10, name="wsd", decay=0.1) == pytest.approx([1.0] * 9 + [0.5])
 
 
 def test_wsd_without_decay_is_constant_and_with_only_decay_linear():
     assert rates(5, name="wsd", decay=0) == [1.0] * 5
-    assert rates(10, name="wsd", decay=50) == pytest.approx(rates(10, name="linear"))
+    assert rates(10, name="wsd", decay=50) == pytest.approx([(10 - step) / 11 for step in range(10)])
+
+
+def test_what_does_not_fit_into_the_run_is_said():
+    short = ScheduleSection(name="wsd", warmup=3, decay=4)
+    assert schedule_notices(short, 20) == []
+    assert "cut to those" in schedule_notices(short, 6)[0]
+    assert "never reached" in schedule_notices(ScheduleSection(warmup=9), 4)[0]
 
 
 @pytest.mark.parametrize(
