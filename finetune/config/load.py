@@ -269,14 +269,19 @@ def _fault(path: Place, value: Any, where: str) -> Fault:
     """The message for one value that its field does not take."""
     key = key_of(path)
     assert key is not None
+    wants, give = key.wants, f"give {key.wants} (default {key.default})"
+    if key.name != ".".join(path):
+        wants = wants.removeprefix("a section of NAME: ")
+        wants = f"a {wants}" if "number" in wants else wants
+        give = f"give {wants}"
     if value is None or value == "":
-        return Fault(where, "no value is given", f"give {key.wants} (default {key.default})")
+        return Fault(where, "no value is given", give)
     shown = f"{value!r}" if isinstance(value, str) else f"{show(value)} ({type(value).__name__})"
     if str(value) in NOT_BUILT_VALUES.get(key.name, ()):
         return Fault(where, f"{shown} is not built yet in this version", f"give {key.wants}")
     close = nearest(str(value), key.choices) if key.choices else None
-    remedy = f"did you mean {close}?" if close else f"give {key.wants} (default {key.default})"
-    return Fault(where, f"{shown} is not {key.wants}", remedy)
+    remedy = f"did you mean {close}?" if close else give
+    return Fault(where, f"{shown} is not {wants}", remedy)
 
 
 def override_faults(overrides: Sequence[str]) -> list[Fault]:

@@ -8,6 +8,8 @@ leave the row out.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from finetune.errors import DataError
@@ -26,9 +28,54 @@ class RowError(DataError):
         self.skippable = skippable
 
 
+def empty_answer(where: str, what: str = "the answer is empty") -> RowError:
+    """The fault of a row that leaves nothing to learn; an answer that is a stop token only is empty too."""
+    return RowError(what, where, reason=what, remedy="write it, or set data.on_bad_row=skip")
+
+
 def is_empty(value: object) -> bool:
     """None, NaN (an empty cell of a table of numbers) or white space only."""
     return value is None or value != value or (isinstance(value, str) and not value.strip())
+
+
+def kind_of(value: object) -> str:
+    """What a value is, in words of data files."""
+    kinds: tuple[tuple[Any, str], ...] = (
+        (str, "a text"), (bool, "a boolean"), ((int, float), "a number"), (Mapping, "an object"),
+        ((list, tuple), "a list"), ((bytes, bytearray), "bytes"),
+    )  # fmt: skip
+    named = type(value).__name__
+    return next((words for kind, words in kinds if isinstance(value, kind)), f"a value of the kind {named}")
+
+
+class KeyTwiceError(ValueError):
+    """An object that has a key twice; JSON readers keep the last one without a word."""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in made:
+            raise KeyTwiceError(f"the key {name!r} is given twice")
+        made[name] = value
+    return made
+
+
+_decode = json.JSONDecoder(object_pairs_hook=_once).decode
+
+
+def check_finite(value: Any, what: str, where: str) -> None:
+    """Raises RowError for NaN or an infinite number anywhere in the value: JSON has none, so it would teach broken JSON."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Mapping):
+            waiting += item.values()
+        elif isinstance(item, (list, tuple)):
+            waiting += item
+        elif isinstance(item, float) and not math.isfinite(item):
+            reason = f"{what} hold a number that JSON does not have"
+            raise RowError(f"{reason} ({item})", where, reason=reason, remedy="write a number, or null")
 
 
 def text_cell(value: object, column: str, where: str, notes: set[str]) -> str:
@@ -37,14 +84,17 @@ def text_cell(value: object, column: str, where: str, notes: set[str]) -> str:
         return ""
     if isinstance(value, str):
         return value
+    if isinstance(value, float) and math.isinf(value):
+        reason = f"{column!r} is an infinite number"
+        raise RowError(f"column {column!r} holds {value}", where, reason=reason, remedy="write the value as a string")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         notes.add(CONVERTED)
         return str(value)
-    kind = type(value).__name__
+    kind = kind_of(value)
     raise RowError(
-        f"column {column!r} holds a {kind}; text is wanted",
+        f"column {column!r} holds {kind}; text is wanted",
         where,
-        reason=f"{column!r} is a {kind}, not text",
+        reason=f"{column!r} is {kind}, not text",
         remedy="write the value as a string",
     )
 
@@ -54,7 +104,12 @@ def json_cell(value: object, column: str, where: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return _decode(value)
+    except KeyTwiceError as error:
+        what = f"column {column!r} is JSON text in which {error}"
+        raise RowError(
+            what, where, f"{column!r} is JSON text with a key twice", remedy="keep one of the two"
+        ) from error
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply, or too long a number"
         raise RowError(

@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.cells import RowError, is_empty, json_cell, text_cell
+from finetune.data.cells import RowError, check_finite, is_empty, json_cell, kind_of, text_cell
 
 Message = dict[str, Any]
 FORMS = (("role", "content"), ("from", "value"))
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of the parts of a content that are text; a part of another type is refused, whatever text it brings."""
 MAY_BE_EMPTY = ("system", "tool")
+SECOND_CONTENT = "messages with a content and a value that differ (the one that belongs to their role key is taken)"
 STRAY_ARGUMENTS = "tool call arguments that are not a JSON object"
 
 
@@ -41,9 +44,8 @@ def conversation(
         remedy = "write it, or set data.on_bad_row=skip"
         raise RowError(f"column {column!r} is empty", where, reason=f"{column!r} is empty", remedy=remedy)
     if not isinstance(found, (list, tuple)):
-        kind = type(found).__name__
         raise RowError(
-            f"column {column!r} holds a {kind}; a list of messages is wanted", where, f"{column!r} is no list"
+            f"column {column!r} holds {kind_of(found)}; a list of messages is wanted", where, f"{column!r} is no list"
         )
     messages, trained = [], []
     for number, item in enumerate(found, start=1):
@@ -70,9 +72,8 @@ def with_system(talk: Conversation, system: str, where: str) -> Conversation:
 
 def _message(item: object, roles: Mapping[str, str], place: str, notes: set[str]) -> Message:
     if not isinstance(item, Mapping):
-        kind = type(item).__name__
         raise RowError(
-            f"a message is a {kind}; an object with role and content is wanted", place, "a message is no object"
+            f"a message is {kind_of(item)}; an object with role and content is wanted", place, "a message is no object"
         )
     message = {key: value for key, value in item.items() if value is not None}
     form = next((form for form in FORMS if form[0] in message), None)
@@ -83,6 +84,9 @@ def _message(item: object, roles: Mapping[str, str], place: str, notes: set[str]
     role_key, content_key = form
     written = message.pop(role_key)
     role = roles.get(written) if isinstance(written, str) else None
+    if role is None and not isinstance(written, str):
+        what = f"the role is {kind_of(written)}; a name is wanted"
+        raise RowError(what, place, reason="a role is no name", remedy="mend it, or set data.on_bad_row=skip")
     if role is None:
         known = ", ".join(roles)
         raise RowError(
@@ -96,6 +100,9 @@ def _message(item: object, roles: Mapping[str, str], place: str, notes: set[str]
         message["tool_calls"] = [_as_call(call) for call in (called if isinstance(called, (list, tuple)) else [called])]
         role = "assistant"
     content = _content(message.pop(content_key, None), content_key, place, notes)
+    other = next(key for _, key in FORMS if key != content_key)
+    if not is_empty(message.get(other)) and message[other] != content:
+        notes.add(SECOND_CONTENT)
     calls = _calls(message, place)
     if is_empty(content) and not (role == "assistant" and calls) and role not in MAY_BE_EMPTY:
         what = f"{content_key!r} of the {role} message is empty"
@@ -109,7 +116,8 @@ def _content(value: object, key: str, place: str, notes: set[str]) -> str:
         parts = []
         for part in value:
             text = part.get("text") if isinstance(part, Mapping) else part
-            if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if not isinstance(text, str) or (kind is not None and kind not in TEXT_PARTS):
                 raise RowError(f"{key!r} has a part that is not text", place, reason="a message part is not text")
             parts.append(text)
         return "".join(parts)
@@ -136,6 +144,7 @@ def _calls(message: Message, place: str) -> list[Any]:
         arguments = json_cell(function.get("arguments"), "arguments", place) if isinstance(function, Mapping) else None
         if not isinstance(arguments, Mapping):
             raise RowError(STRAY_ARGUMENTS, place, reason=STRAY_ARGUMENTS)
+        check_finite(arguments, "tool call arguments", place)
         function = {**function, "arguments": dict(arguments)}
         parsed.append({**call, "function": function} if "function" in call else function)
     message["tool_calls"] = parsed
@@ -159,7 +168,8 @@ def _tools(value: object, column: str, where: str) -> list[dict[str, Any]] | Non
         return None
     tools = json_cell(value, column, where)
     if isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools):
+        check_finite(tools, "tools", where)
         return [dict(tool) for tool in tools] or None
-    kind = type(tools).__name__ if not isinstance(tools, (list, tuple)) else "list with other things than objects"
-    what = f"column {column!r} holds a {kind}; a list of tools is wanted"
+    kind = kind_of(tools) if not isinstance(tools, (list, tuple)) else "a list with other things than objects"
+    what = f"column {column!r} holds {kind}; a list of tools is wanted"
     raise RowError(what, where, reason=f"{column!r} is no list of tools")

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from finetune.data.cells import BROKEN, RowError, is_empty, text_cell
+from finetune.data.cells import BROKEN, RowError, empty_answer, is_empty, text_cell
 from finetune.data.chat import Conversation, conversation, with_system
 from finetune.data.own_chat import adopt
 from finetune.data.sandbox import write
+from finetune.data.shown import texts_in
 from finetune.data.spans import STOPPED, ChatForm, Span
 from finetune.data.templates import SYSTEM, Template, nearest
 from finetune.errors import DataError
@@ -70,10 +71,15 @@ class Renderer:
         return self.form.probe.stop if self.form else self.end
 
     def warnings(self) -> list[str]:
-        """What is odd about this tokenizer and its chat template, for every row alike."""
+        """What is odd about this tokenizer, its chat template and `data.columns`, for every row alike."""
+        doubled = self.template.doubled()
         if self.form:
-            return [*self._adopted, *self.form.probe.warnings]
-        return [] if self.end else ["the tokenizer has no end-of-text token: the model cannot learn to stop"]
+            return [*doubled, *self._adopted, *self.form.probe.warnings]
+        return (
+            doubled
+            if self.end
+            else [*doubled, "the tokenizer has no end-of-text token: the model cannot learn to stop"]
+        )
 
     def render(self, record: Mapping[str, Any], where: str) -> Rendered:
         """One record as text with its learned spans; RowError names the row, the column and the reason."""
@@ -81,7 +87,7 @@ class Renderer:
         if BROKEN in record:
             what, reason, remedy = record[BROKEN]
             raise RowError(what, where, reason=reason, remedy=remedy)
-        cells, names = self._cells(record, where)
+        cells, names = self._cells(record, where, notes)
         if self.template.kind == "messages":
             talk = conversation(cells, names, self.template.roles, where, notes)
             system = text_cell(cells.get(SYSTEM), names.get(SYSTEM, SYSTEM), where, notes)
@@ -89,7 +95,9 @@ class Renderer:
             rendered = self._chat(talk, where, notes)
         else:
             values = self._values(cells, names, where, notes)
-            rendered = self._text(values, notes) if self.template.kind == "text" else self._asked(values, where, notes)
+            rendered = (
+                self._text(values, where, notes) if self.template.kind == "text" else self._asked(values, where, notes)
+            )
         try:
             rendered.text.encode()
         except UnicodeEncodeError as error:
@@ -118,11 +126,15 @@ class Renderer:
         rendered = asked.render(named, "the prompt")
         return rendered.text[: rendered.spans[0][0]]
 
-    def _cells(self, record: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, str]]:
+    def _cells(self, record: Mapping[str, Any], where: str, notes: set[str]) -> tuple[dict[str, Any], dict[str, str]]:
         missing = self.template.missing(record)
         if missing:
             raise missing_column(missing[0], list(record), where, self.template)
         names = self.template.file_columns(record)
+        for column in self.template.columns:
+            for other in column.also if names.get(column.name) == column.name else ():
+                if not is_empty(record.get(other)) and record[other] != record[column.name]:
+                    notes.add(f"rows with both {column.name!r} and {other!r} ({column.name!r} is taken)")
         return {column: record[name] for column, name in names.items()}, names
 
     def _values(
@@ -152,8 +164,7 @@ class Renderer:
     def _asked(self, values: Mapping[str, str], where: str, notes: set[str]) -> Rendered:
         answer = self._write("answer", values)
         if is_empty(answer):
-            remedy = "write it, or set data.on_bad_row=skip"
-            raise RowError("the answer is empty", where, reason="the answer is empty", remedy=remedy)
+            raise empty_answer(where)
         key = "prompt" if self.form else self._plain
         system = "" if self.writes_system else values.get(SYSTEM, "")
         if self.form:
@@ -161,13 +172,19 @@ class Renderer:
             talk = with_system(Conversation(turns, None, [True, True]), system, where)
             return self._chat(talk, where, notes, scan=False)
         prompt = self._begun((f"{system}\n\n" if system.strip() else "") + self._write(key, values))
-        text = prompt + self._ended(answer, notes)
+        ended = self._ended(answer, notes)
+        if is_empty(ended.removesuffix(self.end)):
+            raise empty_answer(where)
+        text = prompt + ended
         start = 0 if self.train_on == "all" else len(prompt)
         return Rendered(text, ((start, len(text)),), stop=self.end)
 
-    def _text(self, values: Mapping[str, str], notes: set[str]) -> Rendered:
+    def _text(self, values: Mapping[str, str], where: str, notes: set[str]) -> Rendered:
         """A document: all of it is learned, its end too."""
-        text = self._begun(self._ended(self._write("text", values), notes))
+        ended = self._ended(self._write("text", values), notes)
+        if is_empty(ended.removesuffix(self.end)):
+            raise empty_answer(where, "the text is empty")
+        text = self._begun(ended)
         return Rendered(text, ((0, len(text)),), stop=self.end)
 
     def _begun(self, text: str) -> str:
@@ -183,7 +200,8 @@ class Renderer:
     def _chat(self, talk: Conversation, where: str, notes: set[str], scan: bool = True) -> Rendered:
         form = self.form
         assert form is not None
-        if scan and any(token in message["content"] for message in talk.messages for token in self.special):
+        own = texts_in([talk.messages, talk.tools]) if scan else ()
+        if any(token in text for text in own for token in self.special):
             notes.add(SPECIAL_TEXT)
         text, turns = form.render(talk, where, notes)
         injected = bool(form.probe.injected) and talk.messages[0]["role"] != "system"
@@ -217,5 +235,7 @@ def missing_column(name: str, found: list[str], where: str, template: Template) 
         (column.name for column in template.columns if template.mapping.get(column.name, column.name) == name), name
     )
     remedy = f"set data.columns.{column}=NAME if the file calls it otherwise"
+    if column in template.mapping:
+        remedy = f"data.columns.{column} says {name!r}: give one of the columns found"
     what = f"the column {name!r} that the template {template.name!r} needs is missing; columns found: {shown}"
     return RowError(what + nearest(name, found), where, reason=f"the column {name!r} is missing", remedy=remedy)

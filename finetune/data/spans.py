@@ -15,13 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.cells import RowError
+from finetune.data.cells import RowError, empty_answer, is_empty
 from finetune.data.chat import Conversation, Message
+from finetune.data.shown import REASONING, check_shown, texts_in, veiled
 from finetune.errors import DataError
 
 PROBES = ("qzprobeone", "qzprobetwo", "qzprobethree")
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-REASONING = ("reasoning_content", "reasoning", "thinking")
+THOUGHT = re.compile(r"\s*</?think(ing)?>")
+"""Where thoughts begin or end: a model is asked with its thoughts open, and old turns are written with them closed."""
 STOPPED = "answers that already ended with the stop token (not doubled)"
 DROPPED_CONTENT = "assistant contents that the chat template leaves out beside tool calls"
 
@@ -81,27 +83,38 @@ class ChatForm:
         Raises RowError when the template refuses the row, drops one of its messages, or changes an answer.
         """
         messages = [self._without_stop(message, notes) for message in talk.messages]
+        for number, message in enumerate(messages, start=1):
+            if message["role"] == "assistant" and is_empty(message["content"]) and not message.get("tool_calls"):
+                raise empty_answer(f"{where}, message {number}")
         try:
             text = self.text(messages, talk.tools)
-            self._tools_shown(talk, text)
+            notes |= check_shown(self.text, messages, talk.tools, text, self.name)
             if MARKED.search(self.template(talk.tools)):
                 return text, self._from_marks(messages, talk.tools, text)
             ends = self._content_ends(messages, talk.tools, text)
-            return text, self._turns(messages, text, ends, notes)
+            seen = self._veiled(messages, talk.tools, text)
+            return text, self._turns(messages, (text, seen), ends, notes)
         except RowError:
             raise
         except DataError as error:
             reason = error.fault.what
             raise RowError(reason, where, reason=reason, remedy="mend the row, or use another data.template") from error
 
-    def _tools_shown(self, talk: Conversation, text: str) -> None:
-        """A template that leaves out tools or calls would teach to call what was never shown, or to say nothing."""
-        calls = [call for message in talk.messages for call in message.get("tool_calls") or ()]
-        for tool in [*(talk.tools or ()), *calls]:
-            function = tool.get("function", tool)
-            name = function.get("name") if isinstance(function, Mapping) else None
-            if not isinstance(name, str) or name not in text:
-                raise DataError(f"the chat template of {self.name} does not show the tool {name!r}")
+    def _veiled(self, messages: list[Message], tools: Any, text: str) -> str:
+        """The text without stop tokens that came with the row, every other character where it was.
+
+        A turn with tool calls ends at the first stop token behind its content, and a call's arguments may hold one.
+        """
+        stop = self.probe.stop
+        inside = any(stop in own for own in texts_in([messages, tools])) if stop else False
+        if not inside or not any(message.get("tool_calls") for message in messages):
+            return text
+        hidden = self.text(veiled(messages, stop), veiled(tools, stop))
+        if len(hidden) == len(text):
+            return hidden
+        if hidden.count(stop) == text.count(stop):
+            return text  # the template writes them in another way, so that none stands in the text
+        raise DataError(f"the row holds {stop!r}, and the chat template of {self.name} changes it in a tool call")
 
     def _without_stop(self, message: Message, notes: set[str]) -> Message:
         """An answer that brings its own stop token would end with two."""
@@ -144,7 +157,11 @@ class ChatForm:
             times_text = "does not show" if times == 0 else f"shows {times} times"
             raise DataError(f"the chat template of {self.name} {times_text} message {index + 1} ({message['role']})")
 
-    def _turns(self, messages: list[Message], text: str, ends: Mapping[int, int], notes: set[str]) -> dict[int, Span]:
+    def _turns(
+        self, messages: list[Message], texts: tuple[str, str], ends: Mapping[int, int], notes: set[str]
+    ) -> dict[int, Span]:
+        """`texts`: as it is, and veiled."""
+        text, seen = texts
         spans: dict[int, Span] = {}
         last = max((index for index, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
         previous = 0
@@ -162,7 +179,7 @@ class ChatForm:
             lower = max([previous, *before])
             upper = min([end for other, end in ends.items() if other > index and end > lower], default=len(text))
             start = self._start(text, message, lower, upper if own is None else own)
-            end = self._end(text, message, start if own is None else own, upper, index == last)
+            end = self._end(seen, message, start if own is None else own, upper, index == last)
             if own is not None:
                 self._check(text[start:own], message, index)
             spans[index] = (start, end)
@@ -256,9 +273,16 @@ def _lay_over(text: str, pieces: Sequence[str]) -> list[int] | None:
     return None if whole is None else whole[:-1]
 
 
-def _shared_start(left: str, right: str) -> str:
+def _shared_start(left: str, right: str, form: ChatForm) -> str:
+    """What both texts begin with, in whole tokens: <|im_start|> and <|im_end|> share nothing."""
     shorter = min(len(left), len(right))
-    return left[: next((at for at in range(shorter) if left[at] != right[at]), shorter)]
+    cut = next((at for at in range(shorter) if left[at] != right[at]), shorter)
+    if cut == len(left) or cut == len(right):
+        return left[:cut]
+    for at in range(cut):
+        if any(at + len(form.added_token(text[at:])) > cut for text in (left, right)):
+            return left[:at]
+    return left[:cut]
 
 
 def _after(text: str, probe: str, form: ChatForm) -> str:
@@ -302,18 +326,20 @@ def _measure(form: ChatForm) -> Probe:
 
 def _header(form: ChatForm, asked: str, prompt: str, between: str, warnings: list[str]) -> tuple[str, str]:
     """The generation prompt's end as training text has it, and the template's own text between it and an answer."""
-    common = _shared_start(prompt, between)
+    common = _shared_start(prompt, between, form)
     if prompt == asked and between[len(common) :].strip():
         warnings.append(
             f"the chat template of {form.name} ignores add_generation_prompt: answers start without a header"
         )
         return between[len(common) :], ""
-    if common != prompt:
-        extra = prompt[len(common) :]
+    extra, lead = prompt[len(common) :], between[len(common) :]
+    if extra.strip() and lead.strip() and not (THOUGHT.match(extra) and THOUGHT.match(lead)):
+        what = f"the chat template of {form.name} asks for an answer with {prompt!r}, and writes {between!r} before one"
+        raise DataError(what, remedy="write both alike, so that a turn's header is never learned")
+    if extra:
         warnings.append(
             f"the chat template of {form.name} asks for an answer with {extra!r}, which training text lacks"
         )
-    lead = between[len(common) :]
     if lead.strip():
         warnings.append(
             f"the chat template of {form.name} puts {lead!r} before an answer; it is trained, as the model writes it"

@@ -28,6 +28,7 @@ ROLES = ("system", "user", "assistant", "tool", "call")
 SYSTEM = "system"
 """The optional column of a row's system text: a system turn, or, without a chat template, a paragraph before the prompt."""
 LARGEST_FILE = 2**20
+DEEPEST_YAML = 50
 PROBE = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"})
 JINJA_OF_KIND = {"prompt": ("prompt", "answer"), "messages": (), "text": ("text",)}
 """Kind of template: the jinja texts that it must give. A prompt template may also give `plain`."""
@@ -107,6 +108,16 @@ class Template:
                 raise DataError(f"the template {self.name!r} has no column {name!r}", where=where, remedy=remedy)
         return replace(self, mapping=dict(mapping))
 
+    def doubled(self) -> list[str]:
+        """Warnings of `data.columns`: a column of the file that two columns of the template take."""
+        taken = {column.name: self.mapping.get(column.name, column.name) for column in self.columns}
+        found = []
+        for name in dict.fromkeys(self.mapping.values()):
+            own = [column for column, source in taken.items() if source == name]
+            if len(own) > 1:
+                found.append(f"data.columns: the column {name!r} is taken as {' and as '.join(own)}")
+        return found
+
     def file_columns(self, present: Mapping[str, Any] | list[str]) -> dict[str, str]:
         """Template column: the column of a file that has `present`; absent optional columns are left out."""
         found = {}
@@ -172,8 +183,7 @@ def _read(file: Path) -> Template:
         if file.stat().st_size > LARGEST_FILE:
             raise ValueError(f"more than {LARGEST_FILE:,} bytes")
         text = file.read_text(encoding="utf-8")
-        if any(isinstance(token, (yaml.AliasToken, yaml.AnchorToken)) for token in yaml.scan(text)):
-            raise ValueError("anchors and aliases (&, *) are not read in a template; write the text out")
+        _check_yaml(text)
         raw, twice = yaml.safe_load(text), _given_twice(yaml.compose(text, Loader=yaml.SafeLoader))
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         reason = " ".join(str(error).split())
@@ -187,15 +197,32 @@ def _read(file: Path) -> Template:
     return _checked(raw, file)
 
 
+def _check_yaml(text: str) -> None:
+    """Raises ValueError for YAML with anchors, or so deep that reading it takes long; only as much is read as it takes."""
+    import yaml
+
+    depth = 0
+    for token in yaml.scan(text):
+        if isinstance(token, (yaml.AliasToken, yaml.AnchorToken)):
+            raise ValueError("anchors and aliases (&, *) are not read in a template; write the text out")
+        kind = type(token).__name__
+        if kind.startswith(("Block", "Flow")):
+            depth += kind.endswith("StartToken") - kind.endswith("EndToken")
+        if depth > DEEPEST_YAML:
+            raise ValueError(f"nested more than {DEEPEST_YAML} deep")
+
+
 def _given_twice(node: Any) -> str | None:
     """A key that a mapping of YAML holds twice: YAML would keep the last without a word. Keys of `example` too."""
-    for key, value in node.value if hasattr(node, "flow_style") and node.id == "mapping" else ():
-        if sum(other.value == key.value for other, _ in node.value) > 1:
-            return str(key.value)
-        found = _given_twice(value)
-        if found:
-            return found
-    return None
+    kind = getattr(node, "id", "")
+    if kind == "mapping":
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                return str(key.value)
+            seen.add(str(key.value))
+    inner = [value for _, value in node.value] if kind == "mapping" else node.value if kind == "sequence" else []
+    return next((found for value in inner if (found := _given_twice(value))), None)
 
 
 def _checked(raw: dict[str, Any], file: Path) -> Template:

@@ -203,7 +203,7 @@ CONTRADICTIONS = [
     (
         ("adapter.kind=lora", "adapter.alphas.q_proj=0"),
         "adapter.alphas.q_proj",
-        "is not a section of NAME: number above 0",
+        "is not a number above 0",
     ),
     (("adapter.kind=lora", "train.last_blocks=2"), "train.last_blocks", "freezes all"),
     (("adapter.kind=dora", "train.freeze=norm"), "train.freeze", "freezes all"),

@@ -80,7 +80,7 @@ def test_b57_another_tokenizer_and_a_changed_row_are_prepared_anew(
     """Case B57: the row keeps the file's size and time."""
     opened()
     other = tiny_tokenizer(CHATML)
-    other.chat_template = other.chat_template.replace("assistant", "helper")
+    other.chat_template = other.chat_template.replace("+ m['content']", "+ '\n' + m['content']")
     assert "prepared in" in opened(other)[1]
     rows = alpaca_rows(30)
     file = Path(write(rows))

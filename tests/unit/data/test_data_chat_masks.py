@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,7 +240,7 @@ def test_b46_all_forms_of_a_chat_give_the_same_tokens(prepared: Callable[..., An
         DataError, match=r"line 1, message 1: .*neither role/content nor from/value .its keys: speaker, text"
     ):
         prepared([{"messages": [{"speaker": "user", "text": "Hi"}]}])
-    with pytest.raises(DataError, match=r"holds a dict; a list of messages is wanted"):
+    with pytest.raises(DataError, match=r"holds an object; a list of messages is wanted"):
         prepared([{"messages": {"role": "user", "content": "Hi"}}])
 
 
@@ -276,7 +277,7 @@ def test_b55_tools_as_list_or_text_are_equal_and_other_things_are_refused() -> N
     without = render(chat_forms.TOOLS, TALK)
     for nothing in ([], None, "[]", ""):
         assert render(chat_forms.TOOLS, TALK, tools=nothing) == without
-    with pytest.raises(RowError, match=r"rows line 1: column 'tools' holds a dict"):
+    with pytest.raises(RowError, match=r"rows line 1: column 'tools' holds an object"):
         render(chat_forms.TOOLS, TALK, tools=tools[0])
     with pytest.raises(RowError, match=r"rows line 1: column 'tools' is text that is not JSON"):
         render(chat_forms.TOOLS, TALK, tools="[{")
@@ -303,3 +304,29 @@ def test_a_template_that_ends_only_the_last_turn() -> None:
 def test_whatever_a_chat_template_raises_is_a_refusal(body: str) -> None:
     with pytest.raises(DataError, match="refuses the conversation"):
         ChatForm(tiny_tokenizer(body))
+
+
+def test_a_generation_prompt_that_training_text_does_not_have_is_refused(tmp_path: Path) -> None:
+    """The header would be learned as if it were the answer; <|im_end|> and <|im_start|> share no token."""
+    form = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\\n{{ m.content }}{% if not loop.last %}\\n{% else %}<|im_end|>"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\\n{% endif %}"
+    )
+    own = tmp_path / "mine.yaml"
+    own.write_text(
+        "kind: messages\ncolumns: {messages: {required: true}}\nroles: {user: user, assistant: assistant}\n"
+        f'chat_template: "{form}"\n'
+    )
+    with pytest.raises(DataError, match=r"asks for an answer with .* before one"):
+        Renderer(load_template(str(own)), tiny_tokenizer(None))
+    with pytest.raises(DataError, match=r"asks for an answer with .* before one"):
+        ChatForm(tiny_tokenizer(chat_forms.CHATML.replace("assistant\n", "model\n")))
+
+
+def test_thoughts_that_are_asked_for_open_and_written_closed_are_told() -> None:
+    form = chat_forms.CHATML.replace("assistant\n' }}", "assistant\n<think>' }}").replace(
+        "+ m['content']", "+ ('</think>' if m['role'] == 'assistant' else '') + m['content']"
+    )
+    warnings = ChatForm(tiny_tokenizer(form)).probe.warnings
+    assert "asks for an answer with '<think>', which training text lacks" in warnings[0]
+    assert spans(render(form, TALK[:2])) == ["</think>yes or no<|im_end|>"]

@@ -127,5 +127,5 @@ def test_b55_tools_or_calls_that_a_template_leaves_out_are_refused() -> None:
         written("GEMMA_3", TALK, tools=TOOLS)
     tokenizer = tiny_tokenizer(CHATML)
     talk = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-    with pytest.raises(RowError, match="does not show the tool 'add'"):
+    with pytest.raises(RowError, match="does not show the call of the tool 'add'"):
         render(load_template("messages"), {"messages": talk}, "rows line 1", tokenizer)

@@ -206,8 +206,8 @@ def test_b52_numbers_become_text_and_are_counted_other_values_are_refused(prepar
     assert held.report.places["rows with a number converted to text"] == ("line 1", "line 2")
     tokenizer = tiny_tokenizer(CHATML)
     assert "42<|im_end|>" in tokenizer.decode(held[0].input_ids.tolist())
-    for value, kind in ((True, "bool"), (["a"], "list"), ({"a": 1}, "dict")):
-        with pytest.raises(RowError, match=f"line 2: column 'target' holds a {kind}; text is wanted"):
+    for value, kind in ((True, "a boolean"), (["a"], "a list"), ({"a": 1}, "an object")):
+        with pytest.raises(RowError, match=f"line 2: column 'target' holds {kind}; text is wanted"):
             prepared([rows[2], {"input": "a", "target": value}], template="grammar")
 
 
