@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import cells
 import peers
 
 RESULTS = Path(__file__).parent / "results" / "ladder.jsonl"
@@ -76,22 +76,10 @@ def main() -> int:
         cell = argparse.Namespace(tool="ours", method=method, shape=arguments.shape, steps=arguments.steps, plan=pins)
         print(json.dumps({"rung": name, **peers.measure(cell, arguments.place)}), flush=True)
         return 0
-    failed = 0
     first, last = (int(part) for part in arguments.rungs.split("-"))
-    for rung in range(first, last + 1):
-        command = [sys.executable, __file__, "--rung", str(rung), "--shape", arguments.shape]
-        command += ["--steps", str(arguments.steps), "--place", str(arguments.place)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        line = next((text for text in reversed(done.stdout.splitlines()) if text.startswith('{"rung"')), None)
-        if line is None:
-            failed += 1
-            print(f"{RUNGS[rung][0]} failed:\n{(done.stderr + done.stdout)[-1500:]}", flush=True)
-            continue
-        print(line, flush=True)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        with arguments.out.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-    return failed
+    rest = ["--shape", arguments.shape, "--steps", str(arguments.steps), "--place", str(arguments.place)]
+    commands = [(RUNGS[rung][0], [__file__, "--rung", str(rung), *rest]) for rung in range(first, last + 1)]
+    return cells.every(commands, '{"rung"', arguments.out)
 
 
 if __name__ == "__main__":

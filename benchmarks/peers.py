@@ -16,12 +16,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import cells
 
 LENGTH, ROWS, WARM = 2048, 4, 3
 RESULTS = Path(__file__).parent / "results" / "peers.jsonl"
@@ -248,24 +249,12 @@ def _peer_versions() -> dict[str, str]:
 
 
 def every_cell(arguments: argparse.Namespace) -> int:
-    """Each cell in a process of its own; a cell that fails is told and does not stop the rest."""
-    failed = 0
-    for method in arguments.methods.split(","):
-        for tool in arguments.tools.split(","):
-            command = [sys.executable, __file__, "--tool", tool, "--method", method, "--shape", arguments.shape]
-            command += ["--steps", str(arguments.steps), "--place", str(arguments.place)]
-            command += [part for pair in arguments.plan for part in ("--plan", pair)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            line = next((text for text in reversed(done.stdout.splitlines()) if text.startswith('{"tool"')), None)
-            if line is None:
-                failed += 1
-                print(f"{tool} {method} failed:\n{(done.stderr + done.stdout)[-1500:]}", flush=True)
-                continue
-            print(line, flush=True)
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            with arguments.out.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-    return failed
+    """Each cell in a process of its own."""
+    pins = [part for pair in arguments.plan for part in ("--plan", pair)]
+    rest = ["--shape", arguments.shape, "--steps", str(arguments.steps), "--place", str(arguments.place), *pins]
+    named = [(tool, method) for method in arguments.methods.split(",") for tool in arguments.tools.split(",")]
+    commands = [(f"{tool} {method}", [__file__, "--tool", tool, "--method", method, *rest]) for tool, method in named]
+    return cells.every(commands, '{"tool"', arguments.out)
 
 
 def main() -> int:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import cells
 
 RESULTS = Path(__file__).parent / "results" / "quality.jsonl"
 JOBS: dict[str, tuple[str, str, int]] = {
@@ -83,23 +84,15 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as place:
             print(json.dumps(measure(arguments, Path(place))), flush=True)
         return 0
-    failed = 0
-    for job in [arguments.job] if arguments.job else JOBS:
-        for method in [arguments.method] if arguments.method else METHODS:
-            command = [sys.executable, __file__, "--job", job, "--method", method]
-            for name in ("model", "steps", "answers", "seed"):
-                command += [f"--{name}", str(getattr(arguments, name))]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            line = next((text for text in reversed(done.stdout.splitlines()) if text.startswith('{"job"')), None)
-            if line is None:
-                failed += 1
-                print(f"{job} {method} failed:\n{(done.stderr + done.stdout)[-1500:]}", flush=True)
-                continue
-            print(line, flush=True)
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            with arguments.out.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-    return failed
+    rest = [
+        part for name in ("model", "steps", "answers", "seed") for part in (f"--{name}", str(getattr(arguments, name)))
+    ]
+    commands = [
+        (f"{job} {method}", [__file__, "--job", job, "--method", method, *rest])
+        for job in ([arguments.job] if arguments.job else JOBS)
+        for method in ([arguments.method] if arguments.method else METHODS)
+    ]
+    return cells.every(commands, '{"job"', arguments.out)
 
 
 if __name__ == "__main__":
