@@ -185,7 +185,8 @@ def read_adapter(folder: Path, module: nn.Module) -> int:
         raise CheckpointError(what, str(folder), "give a folder with adapter_model.safetensors")
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
+            names = opened.keys()
+            tensors = {name: opened.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"the file is truncated or corrupt: {error}", str(file), "export or copy it again"

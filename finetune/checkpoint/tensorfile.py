@@ -104,7 +104,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of a file on the CPU; those stored once under two names are one tensor again under both."""
     with safe_open(path, framework="pt", device="cpu") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
+        names = file.keys()
+        tensors = {name: file.get_tensor(name) for name in names}
         metadata = file.metadata() or {}
     for name, source in json.loads(metadata.get("shared", "{}")).items():
         tensors[name] = tensors[source]

@@ -172,7 +172,7 @@ def _leaves(tree: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
 def _merge(base: Document, words: Document) -> dict[str, Any]:
     """Both trees as one, the command line last, with every ${...} resolved. A reference that fails is a fault."""
     merged = OmegaConf.merge(OmegaConf.create({}), _config(base), _config(words))
-    tree: dict[str, Any] = OmegaConf.to_container(merged, resolve=False)  # type: ignore[assignment]
+    tree: Any = OmegaConf.to_container(merged, resolve=False)
     for path, value in list(_leaves(tree)):
         if not _refers(value):
             continue

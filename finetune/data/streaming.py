@@ -137,7 +137,7 @@ class StreamRows(RowSet):
         return self.recipe.data.max_tokens
 
     @property
-    def fingerprint(self) -> str:  # type: ignore[override]
+    def fingerprint(self) -> str:
         return self._identity
 
     @overload

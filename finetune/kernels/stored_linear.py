@@ -110,7 +110,7 @@ class StoredLinear(nn.Linear):
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:
         return decoded(self.codes, self.scale, self.kind, self.dtype)
 
     def forward(self, input: Tensor) -> Tensor:  # nn.Linear's name

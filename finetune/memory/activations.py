@@ -90,7 +90,7 @@ def saved_outside(shape: Shape, storage: Storage, work: Work) -> int:
 
 def attention_mask(storage: Storage, work: Work) -> int:
     """Bytes of the dense bool mask [rows, 1, length, length] of packed rows."""
-    if storage.fast and storage.device == "cuda":
+    if storage.varlen:
         return 0
     return work.tokens * work.length if storage.packed else 0
 

@@ -75,7 +75,7 @@ def _upper(shape: Shape, storage: Storage, work: Work) -> int:
     token = 2 * (storage.stream * shape.hidden + 4)
     token += read if _reads(shape, storage, "attention_in") else 0
     token += storage.compute * (queries + 2 * keys) + storage.compute * queries + 4 * shape.heads
-    if storage.packed and storage.device == "cpu":
+    if storage.packed and not storage.varlen:
         token += storage.compute * work.length
     if shape.family == "qwen3":
         token += storage.compute * (queries + keys) + 4 * (shape.heads + shape.kv_heads)

@@ -57,8 +57,8 @@ class Storage:
     own where only some are: whole layers beside an adapter, or a part of a full fine-tune. `own_head`: the
     loss goes through the head's own forward (an adapter on it, a trained copy, changed logits). `trained`: every parameter
     trains. `rank` and `targets`: the adapter, by names of a block's linears (0 and empty: none); `head_adapted`,
-    `embedding_adapted`: it reaches those too. `packed`: rows carry a dense bool attention mask (none in `fast` blocks on
-    a GPU). `weight`: bytes of a trained weight, and of its gradient.
+    `embedding_adapted`: it reaches those too. `packed`: rows carry a dense bool attention mask (none where
+    `varlen`). `weight`: bytes of a trained weight, and of its gradient.
     """
 
     compute: int
@@ -88,6 +88,11 @@ class Storage:
     def cast(self) -> bool:
         """Autocast is on: products are in 16 bits, and what is trained is in fp32."""
         return self.compute < 4 and self.weight == 4
+
+    @property
+    def varlen(self) -> bool:
+        """Packed rows go through variable-length attention, which makes no mask: fast blocks on a GPU, in 16 bits."""
+        return self.fast and self.device == "cuda" and self.compute == 2
 
     @property
     def coded(self) -> bool:

@@ -101,7 +101,7 @@ def _sides(module: Any) -> tuple[int, int]:
     """Outputs and inputs of a layer; not by its weight, which is packed where it is stored in 4 bits."""
     for names in (("out_features", "in_features"), ("num_embeddings", "embedding_dim")):
         if all(hasattr(module, name) for name in names):
-            return tuple(int(getattr(module, name)) for name in names)  # type: ignore[return-value]
+            return int(getattr(module, names[0])), int(getattr(module, names[1]))
     first, second = module.weight.shape
     return int(first), int(second)
 

@@ -50,14 +50,19 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 
 def _rendered(tokenizer: Any) -> str | None:
+    return _exchange(tokenizer)[0]
+
+
+def _exchange(tokenizer: Any) -> tuple[str | None, str]:
+    """A question and an answer as the chat template writes them, or None and the reason; neither where there is none."""
     if not tokenizer.chat_template:
-        return None
+        return None, ""
     talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": ANSWER}]
     try:
-        return tokenizer.apply_chat_template(talk, tokenize=False)
-    except Exception:
-        # Rows are rendered with this template later, and that reports its faults with the row; nothing is lost here.
-        return None
+        return tokenizer.apply_chat_template(talk, tokenize=False), ""
+    except Exception as error:
+        # A template is a program of the model's folder and may raise anything. Runs that do not use it go on.
+        return None, " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def stop_tokens(tokenizer: Any, base: Any) -> tuple[int, ...]:
@@ -87,6 +92,12 @@ def align_generation(base: Any, tokenizer: Any) -> list[str]:
         base.generation_config = GenerationConfig.from_model_config(base.config)
     generation, stops = base.generation_config, stop_tokens(tokenizer, base)
     notices = []
+    reason = _exchange(tokenizer)[1]
+    if reason:
+        notices.append(
+            f"the chat template cannot write a question and an answer, so the token that ends its turns is not known and "
+            f"generation may not stop at it: {reason}"
+        )
     lacking = [token for token in stops if token not in _ids(generation.eos_token_id)]
     if lacking:
         names = ", ".join(f"{tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in lacking)

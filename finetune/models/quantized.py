@@ -97,20 +97,19 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) in (nn.Linear, StoredLinear) or type(module).__name__ == "Linear4bit"
 
 
-def dequantised(module: nn.Module) -> Tensor:
+def dequantised(module: Any) -> Tensor:
     """The weight [out, in] that a linear multiplies with: its own, or decoded anew at each call (4 and 8 bits).
 
     The type is that of the weight before it was stored. ModelError for a module that `is_linear` refuses.
     """
     if type(module) in (nn.Linear, StoredLinear):
-        return module.weight  # type: ignore[return-value]
+        return module.weight
     if not is_linear(module):
         raise ModelError(f"{type(module).__name__} is no linear layer whose weight is known")
     from bitsandbytes.functional import dequantize_4bit
 
-    layer: Any = module
-    packed = layer.weight
-    state = packed.quant_state if packed.quant_state is not None else layer.quant_state
+    packed = module.weight
+    state = packed.quant_state if packed.quant_state is not None else module.quant_state
     if packed.is_cuda:
         from finetune.kernels.fused.four_bit import decoded
 

@@ -63,8 +63,8 @@ def make(config: Any, making: Making, store: Callable[[nn.Linear], nn.Module] | 
             continue
         for leaf, empty in list(module.named_parameters(recurse=False)):
             setattr(module, leaf, _parameter(f"{name}.{leaf}", module, leaf, empty, making))
-        if name in stored:
-            model.set_submodule(name, store(module))  # type: ignore[misc]
+        if store is not None and name in stored:
+            model.set_submodule(name, store(module))
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             # The rotary tables: a function of the config, kept in fp32.
             model.set_submodule(name, type(module)(config).to(making.device))

@@ -161,9 +161,9 @@ def shape_of(config: Any) -> Shape:
     return _counted(name, model, config.get_text_config())
 
 
-def _counted(name: str, model: nn.Module, text: Any) -> Shape:
+def _counted(name: str, model: Any, text: Any) -> Shape:
     blocks = _blocks(name, model)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding is None or head is None:
         raise ModelError(f"{name}: the model has no input embedding or no output projection", "model.path")
     linears = tuple(_linears(blocks[0]))

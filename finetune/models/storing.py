@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -34,7 +36,8 @@ class Storing:
     def blocks(self, base: nn.Module, device: torch.device) -> None:
         """Stores every linear of the blocks on `device`, one at a time, wherever the model stands now."""
         for name in block_weights(base):
-            base.set_submodule(name, self(base.get_submodule(name).to(device)))  # type: ignore[arg-type]
+            linear: Any = base.get_submodule(name)
+            base.set_submodule(name, self(linear.to(device)))
 
     def report(self, base: nn.Module) -> list[str]:
         """The notice: how many layers, how far their weights moved, and what keeps its precision, by name."""

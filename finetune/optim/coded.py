@@ -34,7 +34,7 @@ class Coded(torch.optim.Optimizer):
         self.seed = seed
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Updates every parameter that has a gradient."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
@@ -84,7 +84,7 @@ class Rounded(torch.optim.Optimizer):
             self.inner.append(made)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Updates every parameter that has a gradient."""
         for group, made in zip(self.param_groups, self.inner, strict=True):
             for place, parameter, (stand_in, inner) in zip(group["places"], group["params"], made, strict=True):
@@ -143,7 +143,7 @@ class Joined(torch.optim.Optimizer):
             part.state = self.state
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """A step of every part."""
         for part in self.parts:
             part.step()

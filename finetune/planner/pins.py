@@ -51,6 +51,12 @@ def _check_fast(recipe: Recipe, shape: Shape) -> None:
     reason = why_not_fast(shape, recipe)
     if recipe.plan.fast_block is True and reason:
         raise InputError(f"plan.fast_block=true {reason}", "plan.fast_block", "plan.fast_block=auto or false")
+    if recipe.plan.attention not in ("auto", "deterministic") and recipe.data.pack:
+        raise InputError(
+            f"plan.attention={recipe.plan.attention} names a kernel for rows of one document, and data.pack=true packs them",
+            "plan.attention, data.pack",
+            "plan.attention=auto or deterministic, or data.pack=false",
+        )
     off = recipe.plan.fast_block is False or (recipe.plan.fast_block == "auto" and bool(reason))
     if recipe.plan.attention not in ("auto", "deterministic") and off:
         raise InputError(

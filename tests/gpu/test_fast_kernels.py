@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from finetune.errors import ModelError
 from finetune.kernels.adapted_linear import Adapter, Leaf, adapted_linears, adapted_linears_reference
 from finetune.kernels.determinism import deterministic
 from finetune.kernels.embedding import embedding
@@ -117,8 +118,7 @@ def test_adapted_linears() -> None:
         close(leaf.adapter.b.grad, other.adapter.b.grad, 3.0)
 
 
-@pytest.mark.parametrize("backend", ["auto", "flash", "cudnn"])
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("backend", "window"), [("auto", None), ("auto", 100), ("flash", None)])
 def test_packed_attention_is_each_document_alone(backend: str, window: int | None) -> None:
     assert varlen_function() is not None
     lengths = [300, 17, 1, 706]
@@ -203,3 +203,9 @@ def test_embedding_gradient(dtype: torch.dtype, vocabulary: int) -> None:
     close(weight.grad, wanted)
     again = torch.autograd.grad(embedding(ids, weight), weight, grad)[0]
     assert torch.equal(again, weight.grad)
+
+
+def test_a_named_kernel_that_cannot_run_is_refused_by_name() -> None:
+    q = torch.randn(1, 64, 4, 64, device="cuda")
+    with pytest.raises(ModelError, match="the flash kernel of attention cannot run"):
+        attend(q, q, q, Look("flash"), None, 0.1)

@@ -14,6 +14,7 @@ from finetune.config.check import NOT_BUILT
 from finetune.config.keys import KEYS, section_of
 from finetune.config.load import load_recipe, recipe_names
 from finetune.config.schema import Recipe
+from finetune.contracts import Plan
 from finetune.environment import Launch, shipped_folder
 from finetune.errors import NothingFitsError
 from tests.house.source import PACKAGE, ROOT, Module, functions, modules, parameters
@@ -72,14 +73,14 @@ def test_a_recipe_plans_on_pretend_machines(name: str, machine: str) -> None:
     shape, hardware = shape_for(recipe), parse(machine)
     assert hardware.gpus == MACHINES[machine]
 
-    def plan() -> object:
+    def plan() -> Plan:
         return decide(recipe, shape, hardware, ranks=hardware.gpus, longest_row=recipe.data.max_tokens).plan
 
     if (name, machine) in TOO_LARGE:
         with pytest.raises(NothingFitsError, match=r"\d.*GiB"):
             plan()
     else:
-        assert plan().micro_batch >= 1  # type: ignore[attr-defined]
+        assert plan().micro_batch >= 1
 
 
 def _parameters_that_hold_sections(module: Module) -> dict[str, set[str]]:

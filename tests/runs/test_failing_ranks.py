@@ -26,7 +26,7 @@ def raise_at(number: int, error: Exception) -> None:
             raise error
         return collate(self, rows)
 
-    TextTask.collate = counted  # type: ignore[method-assign]
+    TextTask.collate = counted
 
 
 def test_an_error_of_one_rank_ends_all(tiny: dict[str, Any]) -> None:
@@ -90,7 +90,7 @@ def test_a_loss_that_is_no_number_on_one_rank_is_named_on_all(tiny: dict[str, An
                     return loss * float("nan")
             return loss
 
-        TextTask.loss_sum = poisoned  # type: ignore[method-assign]
+        TextTask.loss_sum = poisoned
 
     found = endings(changed(tiny, data__valid_path=None), 2, poison)
     assert [type(error) for error in found] == [DivergedError] * 2

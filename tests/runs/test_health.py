@@ -167,9 +167,17 @@ def test_b135_the_longest_rows_come_first_and_too_little_memory_shows_at_once(
     assert not [line for line in lines(tmp_path / "short") if "loss" in line]
 
 
-def test_b135_a_cpu_runs_without_the_trial_unless_asked(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "backward", lambda *words: pytest.fail("tried"))
-    finetune.run(changed(tiny, train__max_steps=1))
+@pytest.mark.parametrize(("asked", "tried"), [("auto", 0), (False, 0), (True, 1)])
+def test_b135_a_cpu_runs_without_the_trial_unless_asked(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, asked: object, tried: int
+) -> None:
+    rows: list[int] = []
+    real = probe.backward
+    monkeypatch.setattr(
+        probe, "backward", lambda job, batch, count: (rows.append(len(batch.lengths)), real(job, batch, count))
+    )
+    finetune.run(changed(tiny, train__max_steps=1, plan__probe=asked))
+    assert len(rows) == tried
 
 
 def test_b134_evaluation_takes_the_same_memory_for_any_number_of_rows() -> None:
@@ -193,7 +201,7 @@ def test_b134_evaluation_takes_the_same_memory_for_any_number_of_rows() -> None:
         rows = packed_rows(count)
         assert len(collate(rows, 0).lengths) == count
         with LiveBytes() as live:
-            figures = evaluator.losses({"valid": rows})  # type: ignore[dict-item]
+            figures = evaluator.losses({"valid": rows})
         assert 10 < figures["eval_loss"] < 11
         peaks.append(live.peak)
     assert peaks[1] <= 1.02 * peaks[0]

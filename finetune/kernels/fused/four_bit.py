@@ -6,6 +6,8 @@ scale is table2[byte] x scale2 of its group + offset.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -57,11 +59,11 @@ def decode(
     return out
 
 
-def decoded(packed: Tensor, state: object, dtype: torch.dtype) -> Tensor:
+def decoded(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] of bitsandbytes' packed bytes and quantisation state."""
-    out = torch.empty(state.shape, dtype=dtype, device=packed.device)  # type: ignore[attr-defined]
+    out = torch.empty(state.shape, dtype=dtype, device=packed.device)
     nested = None
-    if state.nested:  # type: ignore[attr-defined]
-        second = state.state2  # type: ignore[attr-defined]
-        nested = (second.code, second.absmax, state.offset, second.blocksize)  # type: ignore[attr-defined]
-    return decode(packed, state.code, state.absmax, nested, state.blocksize, out)  # type: ignore[attr-defined]
+    if state.nested:
+        second = state.state2
+        nested = (second.code, second.absmax, state.offset, second.blocksize)
+    return decode(packed, state.code, state.absmax, nested, state.blocksize, out)

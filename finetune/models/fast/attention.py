@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from finetune.errors import ModelError
+
 BACKENDS: dict[str, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -27,6 +29,8 @@ BACKENDS: dict[str, SDPBackend] = {
     "math": SDPBackend.MATH,
 }
 """Values of plan.attention that name one kernel."""
+NO_KERNEL = ("No available kernel", "No viable backend")
+"""How torch says, on a GPU and on a CPU, that the only kernel it may take is not for these tensors."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class Documents:
 
 @dataclass(frozen=True)
 class Look:
-    """What every layer's attention is given: the kernel's name (`auto`, `deterministic`: torch chooses), and for packed rows `documents`
+    """What every layer's attention is given: the kernel's name (`auto`, `deterministic`: torch chooses; a name of BACKENDS
+    runs that one or raises ModelError), and for packed rows `documents`
     (variable-length kernels) or `masks` by window (bool [B, 1, S, S])."""
 
     backend: str = "auto"
@@ -56,12 +61,24 @@ def attend(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, look: Look, window: i
     grouped = q_BSHD.shape[2] != k_BSGD.shape[2]
     if mask is None and window is not None and q_BSHD.shape[1] > window:
         mask = window_mask(q_BSHD.shape[1], window, q_BSHD.device)
-    with _kernel(look.backend if mask is None else "auto"):
-        out_BHSD = functional.scaled_dot_product_attention(
-            q_BSHD.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2), attn_mask=mask,
-            is_causal=mask is None, scale=scale, enable_gqa=grouped,
-        )  # fmt: skip
+    if mask is not None and look.backend in BACKENDS:
+        raise _refused(look.backend, "packed rows, or rows longer than the window, take a mask here")
+    try:
+        with _kernel(look.backend):
+            out_BHSD = functional.scaled_dot_product_attention(
+                q_BSHD.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2), attn_mask=mask,
+                is_causal=mask is None, scale=scale, enable_gqa=grouped,
+            )  # fmt: skip
+    except RuntimeError as error:
+        if look.backend not in BACKENDS or not any(words in str(error) for words in NO_KERNEL):
+            raise
+        what = f"queries {list(q_BSHD.shape)} and keys {list(k_BSGD.shape)} in {q_BSHD.dtype} are not for it"
+        raise _refused(look.backend, what) from None
     return out_BHSD.transpose(1, 2)
+
+
+def _refused(backend: str, why: str) -> ModelError:
+    return ModelError(f"the {backend} kernel of attention cannot run: {why}", "plan.attention", "plan.attention=auto")
 
 
 def window_mask(length: int, window: int, device: torch.device) -> Tensor:
@@ -111,8 +128,4 @@ def _varlen(
 
 
 def _kernel(backend: str) -> AbstractContextManager[None]:
-    """The named kernel first; the others for shapes that it does not take (cuDNN: rows of one token)."""
-    if backend in ("auto", "deterministic"):
-        return nullcontext()
-    first = BACKENDS[backend]
-    return sdpa_kernel([first, *(other for other in BACKENDS.values() if other != first)], set_priority=True)
+    return sdpa_kernel(BACKENDS[backend]) if backend in BACKENDS else nullcontext()

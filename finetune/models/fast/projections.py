@@ -45,8 +45,8 @@ def leaf(module: nn.Module, dtype: torch.dtype) -> Leaf:
     return Leaf(frozen, weight if trained else None, bias, _adapter(module))
 
 
-def _base(module: nn.Module) -> nn.Module:
-    return module.get_base_layer() if hasattr(module, "lora_A") else module  # type: ignore[operator]
+def _base(module: Any) -> nn.Module:
+    return module.get_base_layer() if hasattr(module, "lora_A") else module
 
 
 def _decoded(base: nn.Module, dtype: torch.dtype) -> Callable[[], Tensor]:

@@ -21,7 +21,8 @@ def logits(module: torch.nn.Module) -> torch.Tensor:
 
 def stored(folder) -> dict[str, torch.Tensor]:
     with safe_open(folder / "model.safetensors", framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        names = file.keys()
+        return {name: file.get_tensor(name) for name in names}
 
 
 @pytest.mark.parametrize("tied", [True, False])

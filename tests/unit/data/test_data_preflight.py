@@ -57,7 +57,7 @@ def test_the_terminal_shows_counts_reasons_and_warnings(prepared: Callable[..., 
     report = prepared(rows, on_bad_row="skip", max_tokens=64).train.report
     console = Console(file=io.StringIO(), width=120)
     console.print(render(report))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    shown = console.file.getvalue()
     assert "rows in / kept / dropped 3 / 1 / 2" in " ".join(shown.split())
     assert "dropped: 'messages' is empty" in shown
     assert "1 (line 2)" in shown
@@ -70,7 +70,7 @@ def test_text_in_brackets_is_no_markup(prepared: Callable[..., Any]) -> None:
     report = prepared([{"text": "[bold]x[/bold] [/]"}], tiny_tokenizer(), template="text").train.report
     console = Console(file=io.StringIO(), width=120)
     console.print(render(report))
-    assert "[bold]x[/bold] [/]" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "[bold]x[/bold] [/]" in console.file.getvalue()
 
 
 def test_check_can_wait_for_the_report(prepared: Callable[..., Any]) -> None:

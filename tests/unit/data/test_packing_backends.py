@@ -79,7 +79,7 @@ def test_b11_packed_gradients_equal_those_of_the_documents_alone(kind: str, atte
     short = Row(1, np.asarray([5, 6, 7], dtype=np.int32), np.full(3, IGNORED, dtype=np.int32), (3,), (9,))
     batch = collate([packed(documents()), short], 0)  # the second row is untrained: padding must do no harm either
     assert batch.document_ids is not None
-    loss = loss_of(model, batch, packed_masks(Held(model), batch.document_ids))  # type: ignore[arg-type]
+    loss = loss_of(model, batch, packed_masks(Held(model), batch.document_ids))
     loss.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     for name, p in model.named_parameters():

@@ -70,7 +70,7 @@ def test_b09_what_is_not_offered_is_refused() -> None:
     with pytest.raises(ValueError, match="require a gradient"):
         linear_cross_entropy_sum(*arguments, weights_N=case["weights"].clone().requires_grad_())
     with pytest.raises(TypeError):
-        linear_cross_entropy_sum(*arguments, reduction="none")  # type: ignore[call-arg]
+        linear_cross_entropy_sum(*arguments, reduction="none")
     with pytest.raises(ValueError, match="label 15 is outside the vocabulary of 15"):
         linear_cross_entropy_sum(case["hidden"], case["weight"], torch.full((8,), 15))
     with pytest.raises(ValueError, match="int64 labels"):

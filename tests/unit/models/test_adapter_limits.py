@@ -64,7 +64,14 @@ def test_a_rank_that_the_matrix_has_not_is_refused_where_it_is_taken_out_of_it(m
 
 def test_the_largest_rank_that_the_matrices_have_comes_back(make_folder, recipe, tmp_path):
     options = {"kind": "lora", "init": "pissa", "rank": 32, "alpha": 16, "ranks": {"k_proj": 16, "v_proj": 16}}
-    there_and_back(recipe(make_folder(), adapter=options), tmp_path)
+    model, again, folder = there_and_back(recipe(make_folder(), adapter=options), tmp_path)
+    ranks = {name: p.shape[0] for name, p in model.trainable().items() if ".lora_A." in name}
+    assert {rank for name, rank in ranks.items() if "k_proj" in name or "v_proj" in name} == {16}
+    assert {rank for name, rank in ranks.items() if "q_proj" in name} == {32}
+    # The exported adapter has twice the rank: what was learned, and less what was there at first.
+    wide = {p.shape[0] for name, p in again.trainable().items() if ".lora_A." in name and "q_proj" in name}
+    assert wide == {64}
+    assert (folder / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("base", ["same", "nf4", "int8"])

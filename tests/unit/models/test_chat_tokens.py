@@ -24,6 +24,13 @@ def test_turn_end_is_read_from_the_template(tokenizer):
     assert turn_end(tokenizer) is None
 
 
+def test_a_template_that_cannot_write_an_exchange_is_said(make_base, tokenizer):
+    tokenizer.chat_template = "{{ raise_exception('a system text is wanted') }}"
+    assert turn_end(tokenizer) is None
+    notices = align_generation(make_base(), tokenizer)
+    assert sum("cannot write a question and an answer" in n and "a system text is wanted" in n for n in notices) == 1
+
+
 def test_b19_saved_generation_config_stops_at_the_turn_end(make_base, tokenizer, tmp_path):
     base = make_base()
     assert base.generation_config.eos_token_id == EOS

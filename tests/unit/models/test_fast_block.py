@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from finetune.contracts import Batch, Model
+from finetune.errors import ModelError
 from finetune.kernels.keyed_dropout import DrawKey, key_dropouts
 from finetune.models import decoder
 from finetune.models.fast import backbone
@@ -117,3 +118,18 @@ def test_recomputing_changes_no_bit(method: str) -> None:
     again, grads_again = outcome(model, key, batch_of(False))
     assert torch.equal(hidden, again)
     assert all(torch.equal(grads[name], grads_again[name]) for name in grads)
+
+
+@pytest.mark.parametrize(("family", "packed"), [("llama", True), ("mistral-window", False)])
+def test_a_named_kernel_is_not_left_for_another_without_a_word(family: str, packed: bool) -> None:
+    model, key = build(family, "full")
+    model.fast = backbone.install(model, "math", torch.float32)
+    with pytest.raises(ModelError, match="the math kernel of attention cannot run"):
+        outcome(model, key, batch_of(packed))
+
+
+def test_a_kernel_that_has_no_cpu_form_is_refused_by_name() -> None:
+    model, key = build("llama", "full")
+    model.fast = backbone.install(model, "cudnn", torch.float32)
+    with pytest.raises(ModelError, match="the cudnn kernel of attention cannot run"):
+        outcome(model, key, batch_of(False))

@@ -42,7 +42,7 @@ def recipe_of(sections: dict[str, Any]) -> Recipe:
 def facts(name: str, precision: str) -> tuple[Recipe, Shape, Storage, Any]:
     recipe = recipe_of(METHODS[name])
     shape = shape_for(recipe)
-    model = load_model(recipe, "cpu", precision, shape=shape)  # type: ignore[arg-type]
+    model = load_model(recipe, "cpu", precision, shape=shape)
     return recipe, shape, storage_of(shape, recipe, precision), model
 
 
