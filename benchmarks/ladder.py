@@ -20,43 +20,27 @@ import cells
 import peers
 
 RESULTS = Path(__file__).parent / "results" / "ladder.jsonl"
-OFF = ["fast_block=false", "loss_chunk=0", "activation_checkpointing=false"]
+WHOLE = ["micro_batch=4", "optimizer_placement=device", "embedding_placement=device"]
+KEPT = ["loss_chunk=0", "activation_checkpointing=false", "activation_offload=false", *WHOLE]
+CHUNKED = ["fast_block=true", "loss_chunk=1024"]
+AGAIN = [*CHUNKED, "activation_checkpointing=true"]
+ONE_ROW = [*AGAIN, "micro_batch=1", "optimizer_placement=device"]
+PARKED = [*ONE_ROW, "activation_offload=true"]
 LORA = [
-    ("transformers' own blocks, whole logits", "lora", OFF),
-    ("+ fast block", "lora", ["fast_block=true", *OFF[1:]]),
-    ("+ chunked loss", "lora", ["fast_block=true", "loss_chunk=1024", OFF[2]]),
-    ("+ activation checkpointing", "lora", ["fast_block=true", "loss_chunk=1024", "activation_checkpointing=true"]),
-    ("+ micro-batch 1", "lora", ["loss_chunk=1024", "activation_checkpointing=true", "micro_batch=1"]),
-    (
-        "+ activations offloaded",
-        "lora",
-        ["loss_chunk=1024", "activation_checkpointing=true", "micro_batch=1", "activation_offload=true"],
-    ),
-    (
-        "+ embedding on the host",
-        "lora",
-        [
-            "loss_chunk=1024", "activation_checkpointing=true", "micro_batch=1", "activation_offload=true",
-            "embedding_placement=host",
-        ],
-    ),
-    (
-        "+ base in NF4 (other mathematics)",
-        "qlora",
-        [
-            "loss_chunk=1024", "activation_checkpointing=true", "micro_batch=1", "activation_offload=true",
-            "embedding_placement=host",
-        ],
-    ),
-]  # fmt: skip
+    ("transformers' own blocks, whole logits", "lora", ["fast_block=false", *KEPT]),
+    ("+ fast block", "lora", ["fast_block=true", *KEPT]),
+    ("+ chunked loss", "lora", [*CHUNKED, *KEPT[1:]]),
+    ("+ activation checkpointing", "lora", [*AGAIN, "activation_offload=false", *WHOLE]),
+    ("+ micro-batch 1", "lora", [*ONE_ROW, "activation_offload=false", "embedding_placement=device"]),
+    ("+ activations offloaded", "lora", [*PARKED, "embedding_placement=device"]),
+    ("+ embedding on the host", "lora", [*PARKED, "embedding_placement=host"]),
+    ("+ base in NF4 (other mathematics)", "qlora", [*PARKED, "embedding_placement=host"]),
+]
+HOSTED = [*AGAIN, "optimizer_placement=host"]
 FULL = [
-    ("full: bf16 weights, 8-bit AdamW", "full", ["activation_checkpointing=true"]),
-    ("full: + optimizer state on the host", "full", ["activation_checkpointing=true", "optimizer_placement=host"]),
-    (
-        "full: + activations offloaded, micro-batch 1",
-        "full",
-        ["activation_checkpointing=true", "optimizer_placement=host", "activation_offload=true", "micro_batch=1"],
-    ),
+    ("full: bf16 weights, 8-bit AdamW", "full", [*AGAIN, "activation_offload=false", *WHOLE]),
+    ("full: + optimizer state on the host", "full", [*HOSTED, "activation_offload=false", "micro_batch=4"]),
+    ("full: + activations offloaded, micro-batch 1", "full", [*HOSTED, "activation_offload=true", "micro_batch=1"]),
 ]
 RUNGS = LORA + FULL
 
