@@ -61,6 +61,6 @@ def overview() -> str:
             "",
             "finetune WORD --help tells more; finetune train --help lists every key of a recipe.",
             "Exit codes: 0 done, 2 the input is wrong, 3 nothing fits, 4 stopped by a signal after saving,",
-            "130 interrupted by Ctrl-C, 141 the reader of the output left, 1 a fault of ours.",
+            "130 interrupted by Ctrl-C at once (the first one saves: 4), 141 the reader of the output left, 1 a fault of ours.",
         ]
     )

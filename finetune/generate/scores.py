@@ -41,7 +41,7 @@ def _rouge_l() -> Score:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
         raise InputError(
-            "rouge_l needs the package rouge-score", "evaluate.scores", 'pip install "finetune[scores]"'
+            "rouge_l needs the package rouge-score", "evaluate.scores", "pip install rouge-score"
         ) from None
     scorer: Any = RougeScorer(["rougeL"], use_stemmer=False)
     return lambda wanted, given: float(scorer.score(wanted, given)["rougeL"].fmeasure)

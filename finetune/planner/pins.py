@@ -94,6 +94,13 @@ class Allowance:
     ranks: int
 
 
+def why_off(lever: Lever, allowance: Allowance) -> str:
+    """Why a lever is never taken for a recipe on this device, as the end of a sentence; empty where it may be."""
+    if lever.to_host and allowance.storage.device == "cpu":
+        return "has no use on a CPU, whose memory is the host's"
+    return _forbidden(lever, allowance)
+
+
 def lever_choices(lever: Lever, allowance: Allowance) -> tuple[Any, ...]:
     """The values of a lever that may be tried: its pin, or all that the recipe allows and that can help."""
     pinned = getattr(allowance.recipe.plan, lever.field)

@@ -15,7 +15,7 @@ from finetune.memory.table import LEVERS
 from finetune.planner.budget import Budget
 from finetune.planner.estimate import Estimate, Facts
 from finetune.planner.hardware import Hardware
-from finetune.planner.pins import check_built, pinned_fields
+from finetune.planner.pins import check_built, pinned_fields, why_off
 from finetune.planner.refusal import refusal
 from finetune.planner.space import Candidate, Space
 from finetune.planner.words import size
@@ -131,7 +131,8 @@ def _reasons(space: Space, chosen: Candidate, candidates: list[Candidate]) -> tu
     for lever in LEVERS.values():
         value = getattr(plan, lever.field)
         if value == lever.off:
-            why = "off: not needed" if lever.exact == "bitwise" or recipe.plan.exact != "bitwise" else "off: bitwise"
+            reason = why_off(lever, space.allowance)
+            why = f"off: {reason}" if reason else "off: not needed"
         else:
             shown = "on" if value is True else value if isinstance(value, str) else f"of {value}"
             saved, cost = size(lever.saves(case)), lever.slowdown(case)

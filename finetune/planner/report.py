@@ -15,6 +15,7 @@ from finetune.memory.case import case_of
 from finetune.memory.storage import storage_of
 from finetune.memory.table import LEVERS
 from finetune.planner.hardware import Hardware
+from finetune.planner.pins import Allowance, why_off
 from finetune.planner.plan import Decision
 from finetune.planner.refusal import PlanRefusedError
 from finetune.planner.space import Candidate
@@ -106,11 +107,16 @@ def _levers(decision: Decision, shape: Shape, recipe: Recipe) -> Table:
     facts = decision.facts
     storage = storage_of(shape, recipe, facts.precision, decision.plan.device)
     case = case_of(shape, storage, decision.plan, facts.longest_row, facts.rows, facts.state_bytes)
+    allowance = Allowance(recipe, shape, storage, facts.precision, decision.plan.ranks)
     table = _table("Levers", "lever", "value", "saves", "costs", "exactness", "what it does")
     table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
     for lever in LEVERS.values():
         value = getattr(decision.plan, lever.field)
         on = value != lever.off
+        reason = "" if on else why_off(lever, allowance)
+        if reason:
+            table.add_row(lever.name, "off", "", "", lever.exact, reason)
+            continue
         shown = case if on else replace(case, plan=replace(case.plan, **{lever.field: lever.choices[-1]}))
         saved, cost = lever.saves(shown), lever.slowdown(shown)
         verb = "" if on else "would: "

@@ -104,6 +104,11 @@ class Space:
         states, update = optimizer_bytes(self.recipe), update_bytes(self.recipe)
         return Facts(self.longest_row, self.precision, states, self.rows, update)
 
+    @property
+    def allowance(self) -> Allowance:
+        """What decides which values of the levers are exact here."""
+        return Allowance(self.recipe, self.shape, self.storage, self.precision, self.ranks)
+
     def case(self, plan: Plan) -> Case:
         """A plan of this space as cost models see it."""
         facts = self.facts
@@ -114,8 +119,7 @@ class Space:
         """Every plan, larger micro-batches and fewer levers first; times are relative to the fastest. InputError for pins
         that no plan keeps."""
         storage, rows = self.storage, self.rows
-        allowance = Allowance(self.recipe, self.shape, storage, self.precision, self.ranks)
-        choices = [lever_choices(lever, allowance) for lever in LEVERS.values()]
+        choices = [lever_choices(lever, self.allowance) for lever in LEVERS.values()]
         fields = [lever.field for lever in LEVERS.values()]
         found: list[Candidate] = []
         by_tokens = self.recipe.train.batch_tokens is not None

@@ -6,6 +6,8 @@ On a terminal a live bar; in a log file a line now and then, since a bar there i
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from types import TracebackType
 from typing import Any
@@ -29,10 +31,22 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
+class Outliving(Console):
+    """A console whose reader may leave: rich would end the program there, and with it hours of training unsaved. The run
+    goes on without words; metrics.jsonl has what they would have said."""
+
+    def on_broken_pipe(self) -> None:
+        """Says nothing more, and points stderr at nowhere, so that nobody else's word ends the run either."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno())
+        os.close(nowhere)
+
+
 def terminal() -> Console:
     """The console on stderr: as wide as the terminal, and 120 columns in a log file."""
-    console = Console(stderr=True, highlight=False)
-    return console if console.is_terminal else Console(stderr=True, highlight=False, width=WIDTH_OF_A_FILE)
+    console = Outliving(stderr=True, highlight=False)
+    return console if console.is_terminal else Outliving(stderr=True, highlight=False, width=WIDTH_OF_A_FILE)
 
 
 def quiet_libraries() -> None:
