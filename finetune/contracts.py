@@ -101,7 +101,8 @@ class Plan:
 
     `micro_batch` is rows a forward pass on one rank; `activation_checkpointing` N (2 and more) keeps the activations of
     every N-th block, `selective` those of attention's output; `loss_chunk` is positions whose logits exist at once (0: all);
-    `ranks` is the number of data-parallel processes; `attention` the kernel of fast blocks.
+    `ranks` is the number of data-parallel processes; `attention` the kernel of fast blocks. With `weights` streamed,
+    `resident_blocks` keep theirs on the device and the others take turns in `slots`.
     """
 
     device: str
@@ -115,6 +116,8 @@ class Plan:
     optimizer_placement: Literal["device", "host"] = "device"
     embedding_placement: Literal["device", "host"] = "device"
     weights: str = "resident"
+    resident_blocks: int = 0
+    slots: int = 2
     ranks: int = 1
     reasons: tuple[str, ...] = ()
 
@@ -176,7 +179,7 @@ class Model:
     `module` runs forward (peft's wrapper when there is an adapter); `base` is the transformers model inside; `backbone`
     returns hidden states [B, S, D]; `head` is the output projection; `blocks` are the repeated units in order. `notices`
     say what loading decided or changed; they are for the user to see. `fast` is how fast blocks run (None: the model
-    class's own forward runs).
+    class's own forward runs). `home` is the device that it computes on.
     """
 
     module: nn.Module
@@ -189,6 +192,13 @@ class Model:
     source: str
     notices: tuple[str, ...] = ()
     fast: Any = None
+    home: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes: `home` where that was said, since weights may live on the host, else where they are."""
+        device: torch.device = self.home or next(self.module.parameters()).device
+        return device
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Trained parameters by name, in model order."""

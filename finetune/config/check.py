@@ -21,8 +21,6 @@ from finetune.errors import Fault
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 NOT_BUILT: dict[str, tuple[object, ...]] = {
-    "plan.weights": ("auto", "resident"),
-    "plan.resident_blocks": ("auto",),
     "plan.compile": ("auto", False),
     "plan.shard": ("auto", 1),
     "plan.tensor": ("auto", 1),

@@ -33,7 +33,7 @@ def answer(
         if width >= limit:
             raise InputError(f"a prompt of {width} tokens leaves no room in {limit} positions", "prompt", "shorten it")
         settings = settings.model_copy(update={"max_tokens": min(settings.max_tokens, limit - width)})
-    device = next(model.module.parameters()).device
+    device = model.device
     pad = model.tokenizer.pad_token_id
     ids_BS = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     mask_BS = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)

@@ -103,7 +103,7 @@ def update_(
     together = SLICE_ELEMENTS.get(parameter.device.type, 2**20)
     for start in range(0, weight_N.numel(), together):
         part = slice(start, min(start + together, weight_N.numel()))
-        views = _views(states, part)
+        views = state_views(states, part)
         here = draws.after(start) if draws is not None else None
         update_slice_(rule, weight_N[part], gradient_N[part], views, scalars, here)
 
@@ -136,7 +136,7 @@ def _decoded(tensors: Mapping[str, Tensor], name: str, elements: int, kind: Stat
     return decode(tensors[name], tensors[f"{name}_scales"], elements, kind, square=name == "square")
 
 
-def _views(states: States, part: slice) -> States:
+def state_views(states: States, part: slice) -> States:
     """The states of a slice that begins and (but for the last) ends at a block's edge."""
     kind = FORMATS[states.form]
     views: dict[str, Tensor] = {}

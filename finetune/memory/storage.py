@@ -289,13 +289,13 @@ def weight_bytes(shape: Shape, storage: Storage) -> int:
     if not storage.coded:
         return storage.frozen * shape.parameters + adapter
     linears = shape.blocks * shape.linear_parameters
-    return _coded_bytes(shape, storage) + storage.frozen * (shape.parameters - linears) + adapter
+    return shape.blocks * coded_block_bytes(shape, storage) + storage.frozen * (shape.parameters - linears) + adapter
 
 
-def _coded_bytes(shape: Shape, storage: Storage) -> int:
-    """The blocks' linears as they are stored: in 4 bits with scales and tables, or a byte each and a fp32 a row."""
+def coded_block_bytes(shape: Shape, storage: Storage) -> int:
+    """One block's linears as they are stored: in 4 bits with scales and tables, or a byte each and a fp32 a row."""
     if not storage.nf4:
-        return shape.blocks * sum(linear.parameters + 4 * linear.outputs for linear in shape.linears)
+        return sum(linear.parameters + 4 * linear.outputs for linear in shape.linears)
     double = storage.double_quant
-    bits = shape.blocks * shape.linear_parameters * NF4_BITS[double]
-    return int(bits / 8) + shape.blocks * len(shape.linears) * NF4_TABLES[double]
+    bits = shape.linear_parameters * NF4_BITS[double]
+    return int(bits / 8) + len(shape.linears) * NF4_TABLES[double]

@@ -26,6 +26,7 @@ from finetune.models.decoder import assemble, attention_windows
 from finetune.models.new_tokens import extend, give_rows, tokens_of
 from finetune.models.quantized import check_stored, keep_layout, nf4_config, quantised_report
 from finetune.models.random_weights import Making, make
+from finetune.models.shapes import shape_of
 from finetune.models.source import Source, locate
 from finetune.models.storing import STORED, Storing
 from finetune.models.trained import check_rows_trained, choose, is_partial
@@ -69,21 +70,24 @@ def _tokenizer(section: ModelSection) -> tuple[Any, tuple[int, ...], list[str]]:
 
 def load_model(
     recipe: Recipe,
-    device: torch.device | str,
+    place: torch.device | str | Any,
     precision: Precision,
     *,
     shape: Shape | None = None,
     tokenizer: Any = None,
     training: bool = True,
 ) -> Model:
-    """The recipe's model on `device`, with its adapter, checked, in eval mode; `notices` say what was decided.
+    """The recipe's model on the device `place`, with its adapter, checked, in eval mode; `notices` say what was decided.
 
     precision fp32, tf32: everything in fp32. bf16, fp16: frozen weights in it, trained weights as `model.trained` says (fp32:
     the trainer computes under autocast; case B125). Random first weights come from train.seed alone (case B116). `shape` saves
     counting it again; `tokenizer` is the one that rows were written with, and may carry a chat template that the folder lacks.
     training=False keeps all weights in the compute precision and skips the refusals that only training needs.
+    A `place` that is no device (memory/streaming/host_blocks) is handed the blocks as they are made and keeps them.
     Raises ModelError.
     """
+    host = None if isinstance(place, torch.device | str) else place
+    device = torch.device(place if host is None else host.device)
     section, source = recipe.model, locate(recipe.model)
     config = load_config(section)
     if training:
@@ -103,7 +107,7 @@ def load_model(
     narrow = precision if whole and not partial and precision in ("bf16", "fp16") else None
     notices += _precision_notices(config, dtype, section, narrow)
     with seeded(recipe.train.seed):
-        base, loading = _base(recipe, source, config, dtype, torch.device(device))
+        base, loading = _base(recipe, source, config, dtype, device, host)
     notices += loading + give_rows(base, new_ids)
     _check_vocabulary(base, tokenizer, section)
     module: nn.Module = base
@@ -114,19 +118,21 @@ def load_model(
         notices += choose(base, recipe.train, DTYPES[precision], trained)
         check_rows_trained(base, new_ids)
     notices += align_generation(base, tokenizer)
-    if shape is None:
-        from finetune.models.shapes import shape_of
-
-        shape = shape_of(config)
+    shape = shape_of(config) if shape is None else shape
     model = assemble(module, tokenizer, shape, source.name, tuple(notices))
+    model.home = device
+    if host is not None:
+        host.rest(model.module, list(model.blocks))
     model.module.eval()
-    # Where whole layers in fp32 meet frozen ones in bf16, only autocast makes them one model, as in training.
-    mixed = (
-        precision in ("bf16", "fp16") and len({p.dtype for n, p in module.named_parameters() if ".lora_" not in n}) > 1
-    )
-    with torch.autocast(torch.device(device).type, DTYPES[precision], enabled=mixed):
+    with torch.autocast(device.type, DTYPES[precision], enabled=_is_mixed(module, precision)):
         verify(model, packed=recipe.data.pack, training=training)
     return model
+
+
+def _is_mixed(module: nn.Module, precision: Precision) -> bool:
+    """Whether whole layers in fp32 meet frozen ones in 16 bits: only autocast makes them one model, as in training."""
+    kinds = {parameter.dtype for name, parameter in module.named_parameters() if ".lora_" not in name}
+    return precision in ("bf16", "fp16") and len(kinds) > 1
 
 
 def _check_base(section: ModelSection, whole: bool) -> None:
@@ -150,11 +156,11 @@ def load_base(recipe: Recipe, device: torch.device | str, precision: Precision) 
 
 
 def _base(
-    recipe: Recipe, source: Source, config: Any, dtype: torch.dtype, device: torch.device
+    recipe: Recipe, source: Source, config: Any, dtype: torch.dtype, device: torch.device, host: Any = None
 ) -> tuple[Any, list[str]]:
     if source.random:
-        return _random(recipe, config, dtype, device)
-    return _weights(source, recipe.model, config, dtype, device)
+        return _random(recipe, config, dtype, device, host)
+    return _weights(source, recipe.model, config, dtype, device if host is None else torch.device("cpu"))
 
 
 def _weights(
@@ -206,13 +212,13 @@ def _weights(
     return base, notices
 
 
-def _random(recipe: Recipe, config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, list[str]]:
+def _random(recipe: Recipe, config: Any, dtype: torch.dtype, device: torch.device, host: Any) -> tuple[Any, list[str]]:
     """A model of an embedded shape without weights, and the notices on it."""
     section = recipe.model
     attention = "sdpa" if section.attention == "auto" else section.attention
     making = Making(dtype, device, recipe.train.seed, attention, section.base == "nf4", section.double_quant)
     store = Storing(section.base) if section.base in STORED else None
-    base = make(config, making, store)
+    base = make(config, making, store, None if host is None else host.block)
     notices = [f"the weights of {section.path} are random (train.seed={recipe.train.seed}); no file holds them"]
     if section.base == "nf4":
         keep_layout(base)

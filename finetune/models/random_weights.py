@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune.models.decoder import find_blocks
 from finetune.models.quantized import nf4_config
 from finetune.models.storing import block_weights
 
@@ -35,12 +36,17 @@ class Making:
 
 
 @torch.no_grad()
-def make(config: Any, making: Making, store: Callable[[nn.Linear], nn.Module] | None = None) -> Any:
+def make(
+    config: Any,
+    making: Making,
+    store: Callable[[nn.Linear], nn.Module] | None = None,
+    made: Callable[[nn.Module], None] | None = None,
+) -> Any:
     """A transformers causal LM: matrices normal with spread 0.02, norms 1, biases 0.
 
     Each weight is drawn by the seed and its own name alone, so every rank gets the same bits, and a model of fewer
     blocks has the first blocks of the whole one. Another kind of device draws other numbers. `store` turns each linear
-    of the blocks into its stored form as soon as it is made.
+    of the blocks into its stored form as soon as it is made; `made` is handed each block when it is whole, in order.
     """
     from transformers import AutoModelForCausalLM
 
@@ -55,8 +61,10 @@ def make(config: Any, making: Making, store: Callable[[nn.Linear], nn.Module] | 
     stored = set(block_weights(model)) if store is not None else set()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head.weight is embedding.weight
+    names = [name for name, _ in model.named_modules()]
+    last = _last_parts(model, names) if made is not None else {}
     # By name, so that nothing keeps a layer that was replaced.
-    for name in [name for name, _ in model.named_modules()]:
+    for name in names:
         module = model.get_submodule(name)
         if tied and module is head:
             head.weight = embedding.weight
@@ -68,9 +76,18 @@ def make(config: Any, making: Making, store: Callable[[nn.Linear], nn.Module] | 
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             # The rotary tables: a function of the config, kept in fp32.
             model.set_submodule(name, type(module)(config).to(making.device))
+        if made is not None and name in last:
+            made(model.get_submodule(last[name]))
     if quantizer is not None:
         quantizer.postprocess_model(model)
     return model.eval()
+
+
+def _last_parts(model: Any, names: list[str]) -> dict[str, str]:
+    """By the name of the last module inside each block: the block's own name."""
+    blocks = {id(block) for block in find_blocks(model)}
+    own = [name for name, module in model.named_modules() if id(module) in blocks]
+    return {[name for name in names if name.startswith(f"{block}.")][-1]: block for block in own}
 
 
 def _parameter(name: str, module: nn.Module, leaf: str, empty: nn.Parameter, making: Making) -> nn.Parameter:

@@ -107,16 +107,16 @@ def _generator_state(device: torch.device) -> Tensor:
 
 def _probe(model: Model, lengths: tuple[int, ...]) -> Batch:
     """One row of documents of the given lengths, of ordinary tokens."""
-    weight = model.base.get_input_embeddings().weight
+    device, rows = model.device, model.base.get_input_embeddings().weight.shape[0]
     total = sum(lengths)
-    tokens_S = (torch.arange(total, device=weight.device) * 7 + 3) % weight.shape[0]
-    documents_S = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(weight.device)
-    positions_S = torch.cat([torch.arange(length) for length in lengths]).to(weight.device)
+    tokens_S = (torch.arange(total, device=device) * 7 + 3) % rows
+    documents_S = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+    positions_S = torch.cat([torch.arange(length) for length in lengths]).to(device)
     several = len(lengths) > 1
     return Batch(
         input_ids=tokens_S[None],
         labels=torch.full_like(tokens_S[None], IGNORED),
-        row_ids=torch.zeros(1, dtype=torch.int64, device=weight.device),
+        row_ids=torch.zeros(1, dtype=torch.int64, device=device),
         document_ids=documents_S[None] if several else None,
         positions=positions_S[None] if several else None,
         lengths=(total,),

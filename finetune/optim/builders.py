@@ -18,6 +18,8 @@ Groups = list[dict[str, Any]]
 
 SMALLEST_CODED = 4096
 """Elements below which a tensor's state stays in fp32: coding saves nothing there, and blocks may be larger than the tensor."""
+SLICED = ("adamw", "adamw8bit", "adamw4bit", "adamwfp8", "lion", "sgd")
+"""Rows whose update treats each element alone, so that a tensor can be updated slice by slice (optim/slices)."""
 MUON_MOMENTUM = 0.95
 
 

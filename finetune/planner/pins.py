@@ -14,11 +14,11 @@ from finetune.errors import InputError, NotBuiltError
 from finetune.memory import host_embedding, step_in_backward
 from finetune.memory.storage import Storage, why_not_fast
 from finetune.memory.table import LEVERS, Lever
+from finetune.optim.builders import SLICED
 
 EVEN_PARTS = 64
 """Parts into which a step's rows are tried to be split evenly."""
 BUILT: dict[str, tuple[Any, ...]] = {
-    "weights": ("resident",),
     "compile": (False,),
     "shard": (1,),
     "tensor": (1,),
@@ -35,8 +35,14 @@ def check_built(recipe: Recipe, shape: Shape, ranks: int) -> None:
             raise NotBuiltError(f"plan.{field}={_text(value)}", f"plan.{field}={_text(kept[0])}")
     _check_fast(recipe, shape)
     blocks = recipe.plan.resident_blocks
-    if blocks != "auto" and blocks != shape.blocks:
-        raise NotBuiltError(f"plan.resident_blocks={blocks}", f"leave it auto: all {shape.blocks} blocks are resident")
+    if blocks not in ("auto", shape.blocks) and recipe.plan.weights != "streamed":
+        raise InputError(
+            f"plan.resident_blocks={blocks}, but only streamed weights leave blocks on the host",
+            "plan.resident_blocks",
+            f"plan.weights=streamed, or leave it auto: all {shape.blocks} blocks are resident",
+        )
+    if recipe.plan.weights == "streamed":
+        _check_streamed(recipe, ranks)
     if recipe.plan.data not in ("auto", ranks):
         started = "1 process was" if ranks == 1 else f"{ranks} processes were"
         raise InputError(
@@ -64,6 +70,27 @@ def _check_fast(recipe: Recipe, shape: Shape) -> None:
             "plan.attention",
             "plan.attention=auto; model.attention chooses transformers' own",
         )
+
+
+def _check_streamed(recipe: Recipe, ranks: int) -> None:
+    """What streamed weights cannot keep."""
+    reason, remedy = "", "plan.weights=resident"
+    if ranks > 1:
+        reason = f"is for one process, and {ranks} were started"
+    elif recipe.adapter.kind == "none" and recipe.model.precision == "fp16":
+        reason, remedy = "updates weights when they are fetched, and fp16 skips updates", "model.precision=bf16"
+    elif recipe.train.last_blocks or recipe.train.modules or recipe.train.freeze:
+        reason = "trains every parameter or an adapter, and train.last_blocks, modules or freeze choose a part"
+    elif recipe.adapter.kind == "none" and recipe.optimizer.name not in SLICED:
+        reason = f"updates tensors slice by slice, which {recipe.optimizer.name} cannot"
+        remedy = f"optimizer.name={', '.join(SLICED)}, or plan.weights=resident"
+    elif recipe.plan.activation_checkpointing not in ("auto", True):
+        reason, remedy = "recomputes every block", "plan.activation_checkpointing=true or auto"
+    elif recipe.plan.optimizer_in_backward is True or recipe.plan.optimizer_placement == "host":
+        reason = "updates blocks when they are fetched, and optimizer state of blocks is on the host already"
+        remedy = "plan.optimizer_in_backward=auto, plan.optimizer_placement=auto"
+    if reason:
+        raise InputError(f"plan.weights=streamed {reason}", "plan.weights", remedy)
 
 
 def micro_batches(recipe: Recipe, rows: int, ranks: int) -> list[int]:

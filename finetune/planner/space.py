@@ -14,6 +14,7 @@ from functools import partial
 from finetune.config.schema import Recipe
 from finetune.contracts import Plan, Shape
 from finetune.errors import InputError
+from finetune.memory import weight_streaming
 from finetune.memory.case import Case, case_of
 from finetune.memory.checkpointing import step_operations
 from finetune.memory.storage import Storage, storage_of
@@ -137,7 +138,11 @@ class Space:
                 **levers,
             )
             base = replace(base, plan=plan) if base else self.case(plan)
-            found.append(Candidate(plan, estimate_case(base, by_tokens), self._cost(base)))
+            if self.recipe.plan.weights != "streamed":
+                found.append(Candidate(plan, estimate_case(base, by_tokens), self._cost(base)))
+            for other in self._streamed(plan):
+                base = replace(base, plan=other)
+                found.append(Candidate(other, estimate_case(base, by_tokens), self._cost(base)))
         if not found:
             raise InputError(
                 f"plan.optimizer_in_backward=true needs one micro-batch a step, and plan.micro_batch="
@@ -148,11 +153,23 @@ class Space:
         fastest = min(candidate.relative_seconds for candidate in found)
         return [replace(each, relative_seconds=each.relative_seconds / fastest) for each in found]
 
+    def _streamed(self, plan: Plan) -> list[Plan]:
+        """This plan with its weights streamed, where that is asked for and the plan has what streaming does by itself."""
+        wanted = self.recipe.plan
+        if wanted.weights != "streamed" or plan.activation_checkpointing is not True:
+            return []
+        if plan.optimizer_in_backward or plan.optimizer_placement == "host":
+            return []
+        resident = 0 if wanted.resident_blocks == "auto" else min(wanted.resident_blocks, self.shape.blocks)
+        return [replace(plan, weights="streamed", resident_blocks=resident)]
+
     def _cost(self, case: Case) -> float:
         """Operations of one rank's step, with what levers, thin micro-batches and padding add."""
         plan = case.plan
         slower = 1.0 + sum(lever.slowdown(case) for lever in LEVERS.values() if getattr(plan, lever.field) != lever.off)
         rows = max(case.rows, plan.micro_batch)
+        if plan.weights == "streamed":
+            slower += weight_streaming.slowdown(case)
         operations = step_operations(self.shape, case.storage, self.longest_row)
         passes = 2 if plan.activation_checkpointing is False else 3
         decoded = passes * self.shape.linear_parameters if case.storage.coded else 0

@@ -38,7 +38,10 @@ class TextTask:
 
     def loss_sum(self, model: Model, batch: Batch, plan: Plan) -> Tensor:
         """The summed cross-entropy of the batch's trained tokens: fp32 scalar."""
-        hidden_BSD = hidden_states(model, batch)
+        return self.loss_of(hidden_states(model, batch), model, batch, plan)
+
+    def loss_of(self, hidden_BSD: Tensor, model: Model, batch: Batch, plan: Plan) -> Tensor:
+        """The same from the head's input [B, S, D]."""
         return loss_sum(hidden_BSD, model.head, batch.labels, plan.loss_chunk, model.base.config)
 
 

@@ -11,19 +11,27 @@ from torch.optim import Optimizer
 
 from finetune.contracts import Model, Plan
 from finetune.kernels.keyed_dropout import DrawKey, key_dropouts
-from finetune.kernels.precision import DTYPES
+from finetune.kernels.precision import DTYPES, compute
 from finetune.memory import checkpointing
 from finetune.memory.host_embedding import place_on_host
 from finetune.memory.host_optimizer import HostStates, step_only
 from finetune.memory.host_rows import GivenIds
 from finetune.memory.offload import Offload
 from finetune.memory.step_in_backward import StepInBackward
+from finetune.memory.streaming.boundaries import Boundaries
+from finetune.memory.streaming.deferred import Deferred
+from finetune.memory.streaming.host_blocks import HostBlocks
 from finetune.models.fast import backbone
+from finetune.models.layerwise import Layers
+from finetune.optim.slices import Slicing, check_sliced
+from finetune.train.streamed import Streamed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
+
+    from finetune.config.schema import Recipe
 
 
 @dataclass(frozen=True)
@@ -35,13 +43,47 @@ class Assembled:
     offload: Offload | None = None
 
 
-def assemble(model: Model, plan: Plan, seed: int, device: torch.device, precision: str) -> Assembled:
+def host_blocks(plan: Plan, recipe: Recipe, device: torch.device) -> HostBlocks | None:
+    """Where the blocks of a streamed plan will live; None for a resident one."""
+    if plan.weights != "streamed":
+        return None
+    return HostBlocks(device, recipe.adapter.kind == "none", plan.slots, plan.resident_blocks)
+
+
+def streamed(
+    model: Model, plan: Plan, recipe: Recipe, host: HostBlocks | None, optimizer: Optimizer, precision: str
+) -> Streamed | None:
+    """The streamed step of an assembled model; None for a resident plan. InputError for an optimizer that it cannot cut."""
+    if host is None:
+        return None
+    device = host.device
+    if model.fast is not None:
+        layers: Any = backbone.FastLayers(model, model.fast)
+    else:
+        layers = Layers(model, lambda: compute(device, precision, recipe.model.trained))
+    units = [[spot.parameter for spot in flat.trained if spot.parameter is not None] for flat in host.flats]
+    deferred = None
+    if any(units):
+        check_sliced(optimizer, recipe.optimizer.name)
+        deferred = Deferred(Slicing(optimizer), units, device)
+    made = Streamed(model, layers, host, deferred, Boundaries(device, plan.activation_offload))
+    made.settle()
+    return made
+
+
+def assemble(
+    model: Model, plan: Plan, seed: int, device: torch.device, precision: str, host: HostBlocks | None = None
+) -> Assembled:
     """Makes `model` ready to train under `plan` on `device`."""
     key = DrawKey(seed)
     key_dropouts(model.module, key)
     given = place_on_host(model.base, device) if plan.embedding_placement == "host" else None
     if plan.fast_block:
         model.fast = backbone.install(model, plan.attention, DTYPES[precision])
+    if host is not None:
+        # A streamed step recomputes and offloads by itself.
+        host.watch(model.blocks)
+        return Assembled(key, given)
     offload = Offload(model.module, device) if plan.activation_offload else None
     if plan.activation_checkpointing is not False or offload is not None:
         checkpointing.apply(model.module, plan.activation_checkpointing, offload)
@@ -51,8 +93,11 @@ def assemble(model: Model, plan: Plan, seed: int, device: torch.device, precisio
 class Update:
     """How a step's gradients become an update under a plan: the optimizer's own step, through the host, or in backward."""
 
-    def __init__(self, model: Model, optimizer: Optimizer, plan: Plan, device: torch.device) -> None:
+    def __init__(
+        self, model: Model, optimizer: Optimizer, plan: Plan, device: torch.device, stream: Streamed | None = None
+    ) -> None:
         self.optimizer = optimizer
+        self.stream = stream
         self.host = HostStates(optimizer, device) if plan.optimizer_placement == "host" else None
         self.in_backward = StepInBackward(model.trainable(), self._some) if plan.optimizer_in_backward else None
 
@@ -62,8 +107,11 @@ class Update:
         else:
             step_only(self.optimizer, parameters)
 
-    def step(self) -> None:
-        """Updates every parameter from its gradient, and drops the gradients."""
+    def step(self, factor: float = 1.0) -> None:
+        """Updates every parameter from its gradient, and drops the gradients. Gradients that are on the host are yet to be
+        multiplied by `factor`, and their update is made when their weights are fetched next."""
+        if self.stream is not None:
+            self.stream.promise(factor)
         if self.host is not None:
             self.host.step()
         else:
@@ -74,9 +122,13 @@ class Update:
         """After a resume: brings restored state to where it lives."""
         if self.host is not None:
             self.host.settle()
+        if self.stream is not None:
+            self.stream.settle()
 
     def wait(self) -> None:
-        """Before state is read: what is on its way to the host arrives."""
+        """Before weights or state are read: updates that were promised are made, what is on its way to the host arrives."""
+        if self.stream is not None:
+            self.stream.flush()
         if self.host is not None:
             self.host.wait()
 

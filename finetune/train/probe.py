@@ -11,7 +11,7 @@ import torch
 
 from finetune.data.streaming import StreamRows
 from finetune.train.job import Job
-from finetune.train.step import backward
+from finetune.train.step import backward, stream_batches
 
 
 def wanted(job: Job) -> bool:
@@ -31,6 +31,13 @@ def probe(job: Job, rows: list[int]) -> None:
     """Runs forward and backward of `rows`. Raises what torch raises when memory is short."""
     device = job.world.device
     batch = job.task.collate([job.splits.train[row] for row in rows])
+    if job.update.stream is not None:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            stream_batches(job, [batch], max(1, job.task.count(batch)))
+        job.update.stream.drop()
+        for parameter in job.model.trainable().values():
+            parameter.grad = None
+        return
     in_backward = job.update.in_backward
     if in_backward is not None:
         in_backward.mode = "drop"

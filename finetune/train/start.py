@@ -41,7 +41,7 @@ from finetune.telemetry import memory, metrics
 from finetune.telemetry.health import Health
 from finetune.telemetry.log import Log
 from finetune.train import finish, state
-from finetune.train.assemble import Update, assemble
+from finetune.train.assemble import Update, assemble, host_blocks, streamed
 from finetune.train.folder import result_place, run_folder
 from finetune.train.job import Job, Progress, StopAskedError, StopSignal
 from finetune.train.loop import Loop
@@ -91,11 +91,12 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
     log.say(report.render(decision, shape, planned, hardware))
     for notice in state.check_plan(saved[1], decision.plan, decision.precision) if saved else []:
         log.notice(notice)
-    model = load_model(recipe, world.device, decision.precision, shape=shape, tokenizer=tokenizer)
+    host = host_blocks(decision.plan, recipe, world.device)
+    model = load_model(recipe, host or world.device, decision.precision, shape=shape, tokenizer=tokenizer)
     document = max(rows.longest_document for rows in (splits.train, *splits.evaluate.values()))
     for notice in (*model.notices, *check_lengths(model, longest, document)):
         log.notice(notice)
-    ready = assemble(model, decision.plan, recipe.train.seed, world.device, decision.precision)
+    ready = assemble(model, decision.plan, recipe.train.seed, world.device, decision.precision, host)
     named, roles = model.trainable(), roles_of(model.module)
     optimizer = build(recipe.optimizer, named, roles, recipe.model.trained, recipe.train.seed)
     for notice in (
@@ -104,9 +105,10 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
         *schedule_notices(recipe.schedule, steps),
     ):
         log.notice(notice)
+    stream = streamed(model, decision.plan, recipe, host, optimizer, decision.precision)
     job = Job(
         recipe, decision.plan, world, decision.precision, folder, splits, order, TextTask(tokenizer.pad_token_id), model,
-        optimizer, Update(model, optimizer, decision.plan, world.device), ready.key, ready.given,
+        optimizer, Update(model, optimizer, decision.plan, world.device, stream), ready.key, ready.given,
         loss_scale(decision.precision), Health(list(model.trainable())), StopSignal(log, recipe.run.keep), log, progress,
     )  # fmt: skip
     world.agree(lambda: rehearse(job, decision))
@@ -177,6 +179,7 @@ def _finish(job: Job, decision: Decision) -> Result:
 
 
 def _leave_result(job: Job, decision: Decision) -> dict[str, Any]:
+    job.update.wait()
     after = finish.samples(job)
     finish.show_samples(job, after)
     keep = job.recipe.run.keep

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -64,9 +64,11 @@ def train_step(job: Job, rows: Sequence[int], steps: int, loaded: Loaded | None 
     skipped = _judge(job, batches, losses, loss, norm_value)
     if skipped:
         job.optimizer.zero_grad(set_to_none=True)
+        if job.update.stream is not None:
+            job.update.stream.drop()
     elif job.update.in_backward is None:
-        clip(_gradients(job), norm_value, job.recipe.train.max_grad_norm)
-        job.update.step()
+        factor = clip(_gradients(job), norm_value, job.recipe.train.max_grad_norm)
+        job.update.step(factor)
     warning = job.health.zero_gradients(zeros)
     if warning:
         job.log.warn(f"step {job.progress.step + 1}: {warning}")
@@ -83,12 +85,50 @@ def _gradients_of(job: Job, batches: list[Batch], count: float) -> tuple[list[Te
         in_backward.mode = "update"
         loss = backward(job, batch, count, look=True)
         return [loss], torch.stack(in_backward.finish())
-    losses = [backward(job, batch, count) for batch in batches]
+    if job.update.stream is not None:
+        losses = stream_batches(job, batches, count)
+    else:
+        losses = [backward(job, batch, count) for batch in batches]
     gradients = _gradients(job)
     job.world.sum_gradients(gradients)
     if job.scale is not None:
         torch._foreach_mul_(gradients, 1.0 / job.scale.scale)
-    return losses, gradient_norms(gradients)
+    return losses, _norms(job, gradients)
+
+
+def _norms(job: Job, gradients: list[Tensor]) -> Tensor:
+    """The norms of every trained parameter's gradient in model order; those of streamed ones are known already."""
+    here = gradient_norms(gradients)
+    stream = job.update.stream
+    if stream is None or stream.deferred is None:
+        return here
+    own = iter(here)
+    elsewhere = stream.deferred.norms
+    return torch.stack([elsewhere[p] if p in elsewhere else next(own) for p in job.model.trainable().values()])
+
+
+def stream_batches(job: Job, batches: list[Batch], count: float) -> list[Tensor]:
+    """Forward and backward of all micro-batches by the streamed step; as `backward` of each, one after the other."""
+    stream, device = job.update.stream, job.world.device
+    assert stream is not None
+    scale = job.scale.scale if job.scale else 1.0
+
+    @contextmanager
+    def enter(batch: Batch) -> Iterator[None]:
+        job.key.set(job.progress.step, batch.row_ids)
+        with given_ids(job, batch):
+            yield
+
+    def loss_of(hidden_BSD: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        with compute(device, job.precision, job.recipe.model.trained):
+            loss = job.task.loss_of(hidden_BSD, job.model, batch, job.plan)
+        return loss, loss / count * scale
+
+    with (
+        products("tf32") if job.precision == "tf32" else nullcontext(),
+        deterministic(job.plan.attention == "deterministic"),
+    ):
+        return stream.step([batch.to(device) for batch in batches], enter, loss_of)
 
 
 def backward(job: Job, batch: Batch, count: float, look: bool = False) -> Tensor:
@@ -116,9 +156,16 @@ def given_ids(job: Job, batch: Batch) -> AbstractContextManager[None]:
 
 
 def _gradients(job: Job) -> list[Tensor]:
-    """Every trained parameter's gradient in model order; one that no row of this rank reached counts as zeros."""
+    """Every trained parameter's gradient in model order; one that no row of this rank reached counts as zeros.
+
+    Without those of parameters whose gradients a streamed step has taken to the host.
+    """
+    stream = job.update.stream
+    elsewhere = stream.deferred.parameters if stream is not None and stream.deferred is not None else set()
     gradients = []
     for parameter in job.model.trainable().values():
+        if parameter in elsewhere:
+            continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(parameter.grad)
@@ -149,7 +196,11 @@ def _judge(job: Job, batches: list[Batch], losses: list[Tensor], loss: float, no
     return not finite
 
 
-def clip(gradients: Iterable[Tensor], norm: float, max_norm: float | None) -> None:
-    """Scales the gradients in place so that their global norm is at most `max_norm`, as torch's clip_grad_norm_ does."""
-    if max_norm is not None and norm > max_norm - 1e-6:
-        torch._foreach_mul_(list(gradients), min(1.0, max_norm / (norm + 1e-6)))
+def clip(gradients: Iterable[Tensor], norm: float, max_norm: float | None) -> float:
+    """Scales the gradients in place so that their global norm is at most `max_norm`, as torch's clip_grad_norm_ does;
+    returns the factor."""
+    if max_norm is None or not norm > max_norm - 1e-6:
+        return 1.0
+    factor = min(1.0, max_norm / (norm + 1e-6))
+    torch._foreach_mul_(list(gradients), factor)
+    return factor

@@ -55,27 +55,65 @@ def install(model: Model, attention: str, dtype: torch.dtype) -> FastForward:
         if not isinstance(layer, FastBlock):
             layers[number] = FastBlock(layer)
     model.blocks = list(layers)
-    on_gpu = next(model.backbone.parameters()).is_cuda
+    on_gpu = model.device.type == "cuda"
     varlen = on_gpu and dtype != torch.float32 and varlen_function() is not None
     return FastForward(dtype, attention, varlen)
 
 
 def hidden_states(model: Model, batch: Batch, fast: FastForward) -> Tensor:
     """[B, S, D], the head's input, as `models/decoder.hidden_states` promises it."""
-    backbone: Any = model.backbone
+    layers = FastLayers(model, fast)
     with torch.autocast(batch.input_ids.device.type, enabled=False):
-        table: Any = backbone.embed_tokens
+        x_BSD, inputs = layers.begin(batch)
+        for block in model.blocks:
+            x_BSD = block(x_BSD, inputs=inputs)
+        return layers.finish(x_BSD, batch)
+
+
+class FastLayers:
+    """The forward in its parts, for whoever runs one block for many batches: embedding, block by block, final norm."""
+
+    def __init__(self, model: Model, fast: FastForward) -> None:
+        self.model = model
+        self.fast = fast
+        self._backbone: Any = model.backbone
+
+    def begin(self, batch: Batch) -> tuple[Tensor, Inputs]:
+        """[B, S, D], the first block's input, and what every block gets of this batch beside it."""
+        return self._embed(batch), self._inputs(batch)
+
+    def _embed(self, batch: Batch) -> Tensor:
+        table: Any = self._backbone.embed_tokens
         plain = type(table) is nn.Embedding and table.max_norm is None
         ids_BS = batch.input_ids
-        x_BSD = embedding(ids_BS, table.weight, table.padding_idx) if plain else table(ids_BS)
+        return embedding(ids_BS, table.weight, table.padding_idx) if plain else table(ids_BS)
+
+    def _inputs(self, batch: Batch) -> Inputs:
         positions = batch.positions
         if positions is None:
             positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)[None]
-        cos, sin = backbone.rotary_emb(x_BSD, position_ids=positions)
-        inputs = Inputs(cos.to(fast.dtype), sin.to(fast.dtype), _look(model, batch, fast), fast.dtype)
-        for block in model.blocks:
-            x_BSD = block(x_BSD, inputs=inputs)
-        return rms_norm(x_BSD, backbone.norm.weight, backbone.norm.variance_epsilon)
+        # The tables only ask what is given them for its device and type.
+        like = torch.empty(0, dtype=self.fast.dtype, device=batch.input_ids.device)
+        cos, sin = self._backbone.rotary_emb(like, position_ids=positions)
+        return Inputs(cos, sin, _look(self.model, batch, self.fast), self.fast.dtype)
+
+    def forward(self, number: int, x_BSD: Tensor, inputs: Inputs) -> Tensor:
+        """One block, nothing kept."""
+        with torch.no_grad():
+            block: Any = self.model.blocks[number]
+            out_BSD: Tensor = block.whole_of(x_BSD, inputs)
+            return out_BSD
+
+    def backward(self, number: int, x_BSD: Tensor, grad_BSD: Tensor, inputs: Inputs, need_input: bool) -> Tensor | None:
+        """One block again, and the gradient of its input; gradients of its trained tensors are added to theirs."""
+        block: Any = self.model.blocks[number]
+        gradient: Tensor | None = block.gradients(x_BSD, grad_BSD, inputs, need_input)
+        return gradient
+
+    def finish(self, x_BSD: Tensor, batch: Batch) -> Tensor:
+        """The final norm, differentiable."""
+        norm = self._backbone.norm
+        return rms_norm(x_BSD, norm.weight, norm.variance_epsilon)
 
 
 def _look(model: Model, batch: Batch, fast: FastForward) -> Look:

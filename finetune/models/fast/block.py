@@ -10,7 +10,7 @@ Legend: B rows, S positions, D hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,6 +74,10 @@ class FastBlock(nn.Module):
             return _Recomputed.apply(x_BSD, self, inputs, leaves, *leaves.tensors())
         return self.whole(x_BSD, inputs, leaves)
 
+    def whole_of(self, x_BSD: Tensor, inputs: Inputs) -> Tensor:
+        """The block with its weights as they are now."""
+        return self.whole(x_BSD, inputs, _Leaves.of(self, inputs.dtype))
+
     def whole(self, x_BSD: Tensor, inputs: Inputs, leaves: _Leaves) -> Tensor:
         """The block, differentiable by what its parts keep."""
         h_BSD, normed_BSD = self.upper(x_BSD, inputs, leaves)
@@ -94,6 +98,23 @@ class FastBlock(nn.Module):
         seen_BSHD = attend(q_BSHD, k_BSGD, v_BSGD, inputs.look, window_of(attention), attention.scaling)
         (out_BSD,) = adapted_linears(seen_BSHD.flatten(-2), leaves.attention[3:])
         return add_rms_norm(x_BSD, out_BSD, leaves.norms[1], leaves.epsilons[1], inputs.dtype)
+
+    @torch.no_grad()
+    def gradients(self, x_BSD: Tensor, grad_BSD: Tensor, inputs: Inputs, need_input: bool) -> Tensor | None:
+        """Runs the block again from its input and adds the gradients of its trained tensors to their `.grad`.
+
+        Returns the input's gradient where it is needed. What autograd does for a block that recomputes itself, without
+        the forward that came before it.
+        """
+        leaves = _Leaves.of(self, inputs.dtype)
+        tensors = leaves.tensors()
+        needed = [tensor is not None and tensor.requires_grad for tensor in tensors]
+        x_BSD = x_BSD.detach().requires_grad_(need_input)
+        dx_BSD, *found = _run_back(self, x_BSD, grad_BSD, inputs, leaves, needed)
+        for tensor, gradient in zip(tensors, found, strict=True):
+            if tensor is not None and gradient is not None:
+                _accumulate(tensor, gradient)
+        return dx_BSD
 
     def _head_norm(self, x_BSE: Tensor, name: str) -> Tensor:
         norm: Any = getattr(self.self_attn, name, None)
@@ -152,25 +173,39 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:
-        leaves: _Leaves = ctx.leaves
         x_BSD = ctx.saved_tensors[0].detach().requires_grad_(ctx.needs_input_grad[0])
-        upper = leaves.upper_tensors()
-        need_upper, need_mlp = ctx.needs_input_grad[4 : 4 + len(upper)], ctx.needs_input_grad[4 + len(upper) :]
-        with torch.enable_grad():
-            h_BSD, normed_BSD = ctx.block.upper(x_BSD, ctx.inputs, leaves)
-        read_BSD = normed_BSD.detach()
-        half = mlp.first_half(read_BSD, leaves.mlp)
-        deeper = h_BSD.requires_grad
-        slope_BSD, found = mlp.back(
-            grad_BSD.to(ctx.inputs.dtype), read_BSD, half, None, leaves.mlp, (deeper, *need_mlp)
-        )
-        del half, read_BSD
-        sources = [x_BSD if ctx.needs_input_grad[0] else None]
-        sources += [tensor if needed else None for tensor, needed in zip(upper, need_upper, strict=True)]
-        wanted = [tensor for tensor in sources if tensor is not None]
-        own = iter(torch.autograd.grad((h_BSD, normed_BSD), wanted, (grad_BSD, slope_BSD)) if wanted else ())
-        dx, *rest = (None if tensor is None else next(own) for tensor in sources)
-        return dx, None, None, None, *rest, *found
+        needed = ctx.needs_input_grad[4:]
+        dx, *found = _run_back(ctx.block, x_BSD, grad_BSD, ctx.inputs, ctx.leaves, needed)
+        return dx, None, None, None, *found
+
+
+def _run_back(
+    block: FastBlock, x_BSD: Tensor, grad_BSD: Tensor, inputs: Inputs, leaves: _Leaves, needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of the input (where it requires one) and of the leaves' tensors that are `needed`, from the input alone."""
+    upper = leaves.upper_tensors()
+    need_upper, need_mlp = needed[: len(upper)], needed[len(upper) :]
+    with torch.enable_grad():
+        h_BSD, normed_BSD = block.upper(x_BSD, inputs, leaves)
+    read_BSD = normed_BSD.detach()
+    half = mlp.first_half(read_BSD, leaves.mlp)
+    deeper = h_BSD.requires_grad
+    slope_BSD, found = mlp.back(grad_BSD.to(inputs.dtype), read_BSD, half, None, leaves.mlp, (deeper, *need_mlp))
+    del half, read_BSD
+    sources = [x_BSD if x_BSD.requires_grad else None]
+    sources += [tensor if need else None for tensor, need in zip(upper, need_upper, strict=True)]
+    wanted = [tensor for tensor in sources if tensor is not None]
+    own = iter(torch.autograd.grad((h_BSD, normed_BSD), wanted, (grad_BSD, slope_BSD)) if wanted else ())
+    dx, *rest = (None if tensor is None else next(own) for tensor in sources)
+    return dx, *rest, *found
+
+
+def _accumulate(tensor: Tensor, gradient: Tensor) -> None:
+    """As autograd does: the first gradient is taken, the others are added to it."""
+    if tensor.grad is None:
+        tensor.grad = gradient.to(tensor.dtype)
+    else:
+        tensor.grad += gradient
 
 
 def window_of(attention: Any) -> int | None:

@@ -170,14 +170,14 @@ def test_dropout_on_an_adapted_head_keeps_the_loss_whole() -> None:
 
 
 def test_what_is_not_built_is_said() -> None:
-    wrong: dict[str, Any] = {"weights": "streamed", "compile": True}
+    wrong: dict[str, Any] = {"compile": True}
     wrong |= {"shard": 2, "tensor": 2, "context": 2}
     assert wrong.keys() == BUILT.keys()
     for field, value in wrong.items():
         with pytest.raises(NotBuiltError, match=f"plan.{field}={str(value).lower()} is not built yet"):
             chosen(**{f"plan__{field}": value})
         assert chosen(**{f"plan__{field}": BUILT[field][0]}).plan == chosen().plan
-    with pytest.raises(NotBuiltError, match=r"plan\.resident_blocks=8"):
+    with pytest.raises(InputError, match=r"plan\.resident_blocks=8, but only streamed weights"):
         chosen(plan__resident_blocks=8)
     with pytest.raises(InputError, match=r"plan\.data=4, but 2 processes were started"):
         chosen("8x80GB", ranks=2, plan__data=4)

@@ -1,0 +1,1 @@
+"""Weights that live in host memory and pass through the device block by block."""

@@ -1,0 +1,209 @@
+"""The streamed step: every micro-batch goes through a block before the next block is touched.
+
+So the weights of a block come to the device once in forward and once in backward, whatever the number of micro-batches,
+and a block's gradient is complete when its backward is over. What a micro-batch is between two blocks (its hidden states,
+later their gradient) stays on the device; the inputs of blocks are kept for backward, here or on the host. Operations and
+their order within a tensor are those of the resident step with recomputation, so the bits are too.
+
+Legend: B rows, S positions, D hidden width; L blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune.contracts import Batch, Model
+from finetune.memory.streaming.boundaries import Boundaries
+from finetune.memory.streaming.deferred import Deferred
+from finetune.memory.streaming.host_blocks import HostBlocks
+from finetune.memory.streaming.lanes import wait
+from finetune.optim.slices import Slice
+
+
+@dataclass(frozen=True)
+class Part:
+    """One micro-batch on the device, and its embedding's place in the graph where that is trained."""
+
+    batch: Batch
+    inputs: Any
+    edge: Any
+
+
+class Streamed:
+    """A model's step and updates with its blocks on the host. `layers` runs the model in parts (models/layerwise, or fast).
+
+    `deferred` is None where no block is trained itself (adapters are resident).
+    """
+
+    def __init__(
+        self, model: Model, layers: Any, host: HostBlocks, deferred: Deferred | None, boundaries: Boundaries
+    ) -> None:
+        assert host.slots is not None
+        self.model = model
+        self.layers = layers
+        self.host = host
+        self.slots = host.slots
+        self.deferred = deferred
+        self.boundaries = boundaries
+        self.first = _first_trained(model)
+
+    def step(
+        self,
+        batches: Sequence[Batch],
+        enter: Callable[[Batch], AbstractContextManager[object]],
+        loss_of: Callable[[Tensor, Batch], tuple[Tensor, Tensor]],
+    ) -> list[Tensor]:
+        """Forward and backward of all micro-batches; the summed losses of each, detached.
+
+        `enter(batch)` is what one micro-batch's computation runs in (its keyed draws, its ids); `loss_of(hidden, batch)`
+        gives (the summed loss, what backward starts from). Gradients are left in `.grad` of parameters on the device,
+        and with `deferred` on the host.
+        """
+        try:
+            parts, carry = self._begin(batches, enter)
+            self._forward(parts, carry, enter)
+            losses = self._head(parts, carry, enter, loss_of)
+            self._backward(parts, carry, enter)
+            return losses
+        finally:
+            self.boundaries.end()
+
+    def _begin(self, batches: Sequence[Batch], enter: Any) -> tuple[list[Part], list[Tensor]]:
+        parts, carry = [], []
+        count = len(self.model.blocks)
+        self.slots.begin([*range(count), *reversed(range(self.first, count))])
+        for batch in batches:
+            with enter(batch):
+                x_BSD, inputs = self.layers.begin(batch)
+            edge = torch.autograd.graph.get_gradient_edge(x_BSD) if x_BSD.requires_grad else None
+            parts.append(Part(batch, inputs, edge))
+            carry.append(x_BSD.detach())
+        self.boundaries.begin(carry, range(self.first, count))
+        return parts, carry
+
+    def _forward(self, parts: list[Part], carry: list[Tensor], enter: Any) -> None:
+        count = len(self.model.blocks)
+        for number in range(count):
+            with self.slots.using(number):
+                self._update(number, ahead=True)
+                for at, part in enumerate(parts):
+                    x_BSD = carry[at]
+                    left = self.boundaries.keep(number, at, x_BSD) if number >= self.first else None
+                    with enter(part.batch):
+                        carry[at] = self.layers.forward(number, x_BSD, part.inputs)
+                    # Memory of the input is used again only when its way to the host is over.
+                    wait(self.slots.device, left)
+                    del x_BSD
+        if self.deferred is not None:
+            self.deferred.end()
+
+    def _head(self, parts: list[Part], carry: list[Tensor], enter: Any, loss_of: Any) -> list[Tensor]:
+        losses = []
+        if self.first < len(self.model.blocks):
+            self._fetch(len(self.model.blocks) - 1, 0)
+        for at, part in enumerate(parts):
+            x_BSD = carry[at].requires_grad_()
+            carry[at] = torch.empty(0)
+            with enter(part.batch):
+                loss, start = loss_of(self.layers.finish(x_BSD, part.batch), part.batch)
+                losses.append(loss.detach())
+                del loss
+                start.backward()
+            gradient_BSD = x_BSD.grad
+            assert gradient_BSD is not None
+            x_BSD.grad = None
+            del x_BSD, start
+            carry[at] = gradient_BSD
+        return losses
+
+    def _backward(self, parts: list[Part], carry: list[Tensor], enter: Any) -> None:
+        for number in reversed(range(self.first, len(self.model.blocks))):
+            with self.slots.using(number):
+                for at, part in enumerate(parts):
+                    x_BSD = self.boundaries.take(number, at)
+                    self._fetch_after(number, at, len(parts))
+                    need = number > self.first or part.edge is not None
+                    with enter(part.batch):
+                        gradient_BSD = self.layers.backward(number, x_BSD, carry[at], part.inputs, need)
+                    self.boundaries.give()
+                    del x_BSD
+                    carry[at] = torch.empty(0) if gradient_BSD is None else gradient_BSD
+                if self.deferred is not None:
+                    self.deferred.lower(number)
+        for at, part in enumerate(parts):
+            if part.edge is not None:
+                torch.autograd.backward([part.edge], [carry[at]])
+            carry[at] = torch.empty(0)
+
+    def _fetch_after(self, number: int, at: int, parts: int) -> None:
+        """Starts to bring up the input that comes after this one."""
+        if at + 1 < parts:
+            self._fetch(number, at + 1)
+        elif number > self.first:
+            self._fetch(number - 1, 0)
+
+    def _fetch(self, number: int, at: int) -> None:
+        self.boundaries.fetch(number, at)
+
+    def _update(self, number: int, ahead: bool) -> None:
+        """Makes the pending update of the block that is bound, and asks for the next one's."""
+        if self.deferred is None:
+            return
+        self.deferred.ask(number)
+        if ahead and number + 1 < len(self.model.blocks):
+            self.deferred.ask(number + 1)
+        if self.deferred.apply(number, Slice):
+            self.slots.lower(number)
+
+    def settle(self) -> None:
+        """After weights or state on the host were set from outside."""
+        if self.deferred is not None:
+            self.deferred.settle()
+        self.slots.forget()
+
+    def promise(self, factor: float) -> None:
+        """The step is decided; see Deferred.promise."""
+        if self.deferred is not None:
+            self.deferred.promise(factor)
+
+    def drop(self) -> None:
+        """The step's gradients are not used."""
+        if self.deferred is not None:
+            self.deferred.drop()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Makes every update that is promised; then weights and state on the host are whole and may be read."""
+        if self.deferred is None:
+            return
+        pending = self.deferred.pending
+        if pending:
+            self.slots.begin(pending)
+            for number in pending:
+                with self.slots.using(number):
+                    self._update(number, ahead=True)
+            self.deferred.end()
+        self.slots.settle()
+        self.deferred.wait()
+
+
+def _first_trained(model: Model) -> int:
+    """The first block that backward has to reach: 0 where something before the blocks is trained."""
+    inside = {id(parameter) for block in model.blocks for parameter in block.parameters()}
+    after = {id(parameter) for parameter in model.head.parameters()}
+    norm = getattr(model.backbone, "norm", None)
+    after |= {id(parameter) for parameter in norm.parameters()} if norm is not None else set()
+    before = [p for p in model.module.parameters() if p.requires_grad and id(p) not in inside | after]
+    embedding = model.base.get_input_embeddings().weight
+    if before or (embedding.requires_grad and id(embedding) in after):
+        return 0
+    for number, block in enumerate(model.blocks):
+        if any(parameter.requires_grad for parameter in block.parameters()):
+            return number
+    return len(model.blocks)
