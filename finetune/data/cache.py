@@ -8,6 +8,7 @@ keeps two processes from doing the same work. Its checksums are compared at ever
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -86,8 +87,6 @@ def locked(entry: Path) -> Iterator[None]:
 
     Two writers then do the same work, and the renaming lets one of them win.
     """
-    import fcntl
-
     entry.parent.mkdir(parents=True, exist_ok=True)
     with entry.with_suffix(".lock").open("w") as file:
         with suppress(OSError):  # a network folder without locks

@@ -7,27 +7,39 @@ one under which it is made and looked up, and that of its users. Where files can
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO
 
 KEY_DIGITS = 32
 
 
-def in_use(entry: Path) -> IO[bytes] | None:
-    """Marks an entry as used now, and as in use for as long as the file that is returned is open."""
-    import fcntl
+class Held:
+    """A shared lock on an entry's `.used` file, until it is closed or nobody holds it any more."""
 
+    def __init__(self, descriptor: int) -> None:
+        self.close = weakref.finalize(self, os.close, descriptor)
+
+
+def in_use(entry: Path) -> Held | None:
+    """Marks an entry as used now, and as in use for as long as what is returned is held. None where files cannot be
+    locked or written: then nobody can remove anything there either."""
     try:
-        file = entry.with_suffix(".used").open("ab")
-        os.utime(file.fileno())
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        descriptor = os.open(entry.with_suffix(".used"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError:
-        return None  # it is read-only, or cannot be locked: then nobody can remove anything there either
-    return file
+        return None
+    held = Held(descriptor)
+    try:
+        os.utime(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        held.close()
+        return None
+    return held
 
 
 def size(folder: Path) -> int:
@@ -44,13 +56,20 @@ def make_room(folder: Path, limit: int) -> tuple[int, int]:
 
     Returns how many were removed, and their bytes.
     """
-    sizes = {entry: size(entry) for entry in _entries(folder)}
-    total, count, freed = sum(sizes.values()), 0, 0
-    for entry in sorted(sizes, key=_last_use):
-        if total <= limit:
-            break
-        if _remove(entry):
-            total, count, freed = total - sizes[entry], count + 1, freed + sizes[entry]
+    count = freed = 0
+    with ExitStack() as held:
+        try:
+            # One at a time: two that count the same entries would each remove as many.
+            fcntl.flock(held.enter_context((folder / "room.lock").open("ab")), fcntl.LOCK_EX)
+        except OSError:
+            return 0, 0
+        sizes = {entry: size(entry) for entry in _entries(folder)}
+        total = sum(sizes.values())
+        for entry in sorted(sizes, key=_last_use):
+            if total - freed <= limit:
+                break
+            if _remove(entry):
+                count, freed = count + 1, freed + sizes[entry]
     return count, freed
 
 
@@ -70,8 +89,6 @@ def _last_use(entry: Path) -> tuple[float, str]:
 
 def _remove(entry: Path) -> bool:
     """Whether the entry was removed: nobody makes it, looks for it or uses it."""
-    import fcntl
-
     with ExitStack() as held:
         try:
             for kind in (".lock", ".used"):
