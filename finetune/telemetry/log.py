@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -85,8 +85,9 @@ class Outliving(Console):
 
 def terminal() -> Console:
     """The console on stderr: as wide as the terminal, and 120 columns in a log file."""
-    console = Outliving(file=Stderr(), highlight=False)
-    return console if console.is_terminal else Outliving(file=Stderr(), highlight=False, width=WIDTH_OF_A_FILE)
+    stderr = cast(IO[str], Stderr())
+    console = Outliving(file=stderr, highlight=False)
+    return console if console.is_terminal else Outliving(file=stderr, highlight=False, width=WIDTH_OF_A_FILE)
 
 
 def quiet_libraries() -> None:
