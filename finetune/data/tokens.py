@@ -72,7 +72,7 @@ def _by_lengths(
     encoded = backend.encode_batch_fast([item.text for item in some], add_special_tokens=False)
     raw = [item.text.encode() for item in some]
     spans = [_in_bytes(item, len(text)) for item, text in zip(some, raw, strict=True)]
-    found = labelled(lengths.lengths, [encoding.ids for encoding in encoded], raw, spans)
+    found = labelled(lengths, [encoding.ids for encoding in encoded], raw, spans)
     for item, own in zip(some, found, strict=True):
         if own is not None and lengths.unchanged(item.text):
             yield own

@@ -20,7 +20,23 @@ from finetune.data.tokens import byte_lengths, tokenise_all
 from finetune.errors import DataError
 from tests.unit.data.chat_forms import CHATML, render, tiny_tokenizer
 
-LETTERS = ["a", "b", " ", "\n", "é", "日", "🙂", "the", "Hello", " world", "<|im_end|>", "</s>", "e\u0301", "\n\n"]
+LETTERS = [
+    "a",
+    "b",
+    " ",
+    "  ",
+    "\n",
+    "é",
+    "日",
+    "🙂",
+    "the",
+    "Hello",
+    " world",
+    "<|im_end|>",
+    "</s>",
+    "e\u0301",
+    "\n\n",
+]
 
 
 def drawn(count: int = 400) -> list[Rendered]:
@@ -70,13 +86,24 @@ def test_a_normalizer_that_changes_a_text_is_seen() -> None:
     agree(tokenizer, lengths)
 
 
-@pytest.mark.parametrize("change", ["prefix", "trim", "lower", "unknown"])
-def test_a_tokenizer_that_adds_or_trims_has_no_lengths(change: str) -> None:
+@pytest.mark.parametrize("prefix", [False, True])
+def test_offsets_whose_blanks_are_cut_off(prefix: bool) -> None:
+    """As Llama 3 has them; words with a space in front, and tokens of spaces alone."""
+    tokenizer = tiny_tokenizer(bos=True)
+    inner = tokenizer.backend_tokenizer
+    cut = processors.ByteLevel(trim_offsets=True, add_prefix_space=prefix)
+    inner.post_processor = processors.Sequence([cut, inner.post_processor])
+    lengths = byte_lengths(tokenizer)
+    assert lengths is not None
+    assert lengths.trims is not None
+    agree(tokenizer, lengths)
+
+
+@pytest.mark.parametrize("change", ["prefix", "lower", "unknown"])
+def test_a_tokenizer_that_adds_has_no_lengths(change: str) -> None:
     inner = tiny_tokenizer().backend_tokenizer
     if change == "prefix":
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    elif change == "trim":
-        inner.post_processor = processors.ByteLevel(trim_offsets=True)
     elif change == "lower":
         inner.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     else:
