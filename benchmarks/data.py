@@ -3,6 +3,7 @@
     FINETUNE_DATA_SETS=FOLDER python benchmarks/data.py          # every FOLDER/*/train.jsonl whose template is told below
     python benchmarks/data.py --sets FOLDER --model builtin:smollm2-135m --workers 0 2 --repeat 20
     python benchmarks/data.py --pack 1000000                     # packing alone, of so many random lengths
+    python benchmarks/data.py --sets FOLDER --label before       # lines named so, added to benchmarks/results/data.jsonl
 
 `tokens_per_s` is by the clock; `tokens_per_s_of_two_free_cores` by the processor time that was used, so other work on the
 machine does not lower it. Both are of rendering, tokenising, masking, packing and counting together, the file's
@@ -38,6 +39,7 @@ COLUMNS = {
 }
 """A column that a set has: its template and further keys."""
 LENGTH = 2048
+RESULTS = Path(__file__).parent / "results" / "data.jsonl"
 
 
 def recipe_of(file: Path, model: str, **data: Any) -> Recipe | None:
@@ -107,6 +109,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[0])
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--pack", type=int)
+    parser.add_argument("--label", help="keep the lines in benchmarks/results/data.jsonl under this name")
     given = parser.parse_args()
     if given.pack:
         print(json.dumps(measure_packing(given.pack)))
@@ -119,6 +122,9 @@ def main() -> None:
                 line = measure(file, given.model, workers, given.repeat, Path(place))
             if line:
                 print(json.dumps(line), flush=True)
+            if line and given.label:
+                with RESULTS.open("a", encoding="utf-8") as kept:
+                    kept.write(json.dumps({"label": given.label, **line}) + "\n")
 
 
 if __name__ == "__main__":

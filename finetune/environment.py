@@ -13,6 +13,9 @@ from pathlib import Path
 
 from finetune.errors import InputError
 
+CACHE_GIB = 50
+"""GiB of prepared data that the cache keeps, unless FINETUNE_CACHE_GIB says otherwise."""
+
 YES = ("1", "true", "yes", "on")
 
 
@@ -111,6 +114,19 @@ def cache_folder() -> Path:
     if own:
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "finetune"
+
+
+def cache_limit() -> int:
+    """Bytes of prepared data that the cache keeps: FINETUNE_CACHE_GIB, else 50 GiB. InputError for what is no number."""
+    text = os.environ.get("FINETUNE_CACHE_GIB") or str(CACHE_GIB)
+    try:
+        limit = float(text)
+        if not limit >= 0:
+            raise ValueError(text)
+        return int(min(limit, 2.0**33) * 2**30)
+    except ValueError as error:
+        what, remedy = f"{text!r} is no number of GiB", f"a number from 0 on, or unset it ({CACHE_GIB})"
+        raise InputError(what, "environment variable FINETUNE_CACHE_GIB", remedy) from error
 
 
 def hub_offline() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from finetune import environment
 from finetune.commands.arguments import Takes, loaded, read, run_of
 from finetune.commands.screen import show, show_json, table
@@ -33,11 +35,26 @@ def main(arguments: list[str]) -> int:
     given = read(arguments, TAKES)
     run = run_of(given, [], "run=runs/x")
     loaded(run / "recipe.yaml", given, environment.launch(), [])
+    from finetune.data.preflight import DataReport, headline
     from finetune.train.after import evaluate
 
-    figures = evaluate(run, list(given.overrides))
+    counts: dict[str, dict[str, int]] = {}
+
+    def seen(report: DataReport) -> None:
+        counts[report.split] = {
+            "rows": report.rows_kept, "tokens": report.tokens, "trained_tokens": report.trained_tokens,
+        }  # fmt: skip
+        for line in (headline(report), *(f"warning  {warning}" for warning in report.warnings)):
+            print(line, file=sys.stderr)
+
+    figures = evaluate(run, list(given.overrides), seen)
     if given.json:
-        show_json(figures)
-    else:
-        show(table(("metric", "value"), list(figures.items())))
+        show_json({**figures, "data": counts})
+        return 0
+    sizes = [
+        ((kind if name == "valid" else f"{name}/{kind}").replace("_", " "), count)
+        for name, kinds in counts.items()
+        for kind, count in kinds.items()
+    ]
+    show(table(("metric", "value"), [*figures.items(), *sizes]))
     return 0

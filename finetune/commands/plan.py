@@ -12,6 +12,7 @@ from finetune.config.check import resolve_launch
 from finetune.errors import Fault, InputError
 
 if TYPE_CHECKING:
+    from finetune.config.schema import Recipe
     from finetune.planner.hardware import Hardware
 
 HELP = """
@@ -44,7 +45,12 @@ def main(arguments: list[str]) -> int:
     from finetune.planner.plan import decide
     from finetune.planner.refusal import PlanRefusedError
 
-    shape, recipe = shape_for(recipe), as_planned(recipe)
+    shape = shape_for(recipe)
+    if _names_layers(recipe):
+        from finetune.models.layer_names import check_layer_names
+
+        check_layer_names(recipe)
+    recipe = as_planned(recipe)
     hardware = pretend or detect(recipe.device)
     try:
         decision = decide(recipe, shape, hardware, ranks=launch.world, longest_row=recipe.data.max_tokens)
@@ -57,6 +63,13 @@ def main(arguments: list[str]) -> int:
     else:
         show(report.render(decision, shape, recipe, hardware))
     return 0
+
+
+def _names_layers(recipe: Recipe) -> bool:
+    """Whether the recipe names layers of the model, which only its config can tell right from wrong."""
+    adapter, train = recipe.adapter, recipe.train
+    named = (set(adapter.targets) - {"all-linear"}, adapter.modules_to_save, adapter.ranks, adapter.alphas)
+    return any(named if adapter.kind != "none" else (train.modules, train.freeze, train.last_blocks))
 
 
 def _pretend(text: str | None) -> tuple[Hardware | None, list[Fault]]:

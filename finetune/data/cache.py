@@ -8,6 +8,7 @@ keeps two processes from doing the same work. Its checksums are compared at ever
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from finetune.data.cache_limit import in_use
 from finetune.data.preflight import DataReport
 from finetune.data.rows import RowSet, Splits
 
@@ -79,23 +81,12 @@ def text_digest(texts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def size(folder: Path) -> int:
-    """Bytes of the files under a folder; 0 when there is none. What another process takes away meanwhile is not counted."""
-    total = 0
-    for file in folder.rglob("*") if folder.is_dir() else ():
-        with suppress(OSError):
-            total += file.stat().st_size if file.is_file() else 0
-    return total
-
-
 @contextmanager
 def locked(entry: Path) -> Iterator[None]:
     """Holds the entry's lock; another process that wants it waits. Where files cannot be locked, nobody waits.
 
     Two writers then do the same work, and the renaming lets one of them win.
     """
-    import fcntl
-
     entry.parent.mkdir(parents=True, exist_ok=True)
     with entry.with_suffix(".lock").open("w") as file:
         with suppress(OSError):  # a network folder without locks
@@ -173,7 +164,7 @@ def _alive(process: str) -> bool:
 
 
 def load(entry: Path) -> Splits | None:
-    """The entry's rows, mapped from their files; None when there is no entry. BrokenCacheError for one that is not whole."""
+    """The entry's rows, mapped from their files, and in use while they are held; None when there is no entry. BrokenCacheError for one that is not whole."""
     if not entry.is_dir():
         return None
     try:
@@ -184,7 +175,7 @@ def load(entry: Path) -> Splits | None:
         train = sets.pop("train")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BrokenCacheError(f"{type(error).__name__}: {error}".splitlines()[0]) from error
-    return Splits(train, {name.removeprefix("evaluate "): rows for name, rows in sets.items()})
+    return Splits(train, {name.removeprefix("evaluate "): rows for name, rows in sets.items()}, in_use(entry))
 
 
 def _load_set(entry: Path, facts: Mapping[str, Any]) -> RowSet:

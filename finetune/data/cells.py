@@ -52,16 +52,18 @@ class KeyTwiceError(ValueError):
     """An object that has a key twice; JSON readers keep the last one without a word."""
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in made:
-            raise KeyTwiceError(f"the key {name!r} is given twice")
-        made[name] = value
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON from its keys and values. KeyTwiceError for a key that is given twice."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise KeyTwiceError(f"the key {twice!r} is given twice")
     return made
 
 
-_decode = json.JSONDecoder(object_pairs_hook=_once).decode
+decode = json.JSONDecoder(object_pairs_hook=once).decode
+"""The value of a JSON text. ValueError (JSONDecodeError, KeyTwiceError) or RecursionError for what is none."""
 
 
 def check_finite(value: Any, what: str, where: str) -> None:
@@ -104,7 +106,7 @@ def json_cell(value: object, column: str, where: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return _decode(value)
+        return decode(value)
     except KeyTwiceError as error:
         what = f"column {column!r} is JSON text in which {error}"
         raise RowError(

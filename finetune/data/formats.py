@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from finetune.data.cells import BROKEN
+from finetune.data.cells import BROKEN, KeyTwiceError, decode
 from finetune.errors import DataError
 
 LARGEST_CELL = 2**31 - 1
@@ -44,27 +44,11 @@ class Lines:
         return f"{self.path} {self.unit} {number}"
 
 
-class KeyTwiceError(ValueError):
-    """An object that has a key twice; JSON readers keep the last one without a word."""
-
-
-def _pairs(pairs: list[tuple[str, Any]]) -> Record:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise KeyTwiceError(f"the key {twice!r} is given twice")
-    return made
-
-
-_decode = json.JSONDecoder(object_pairs_hook=_pairs).decode
-
-
 def parsed(text: str, path: str, line: int | None = None) -> Any:
     """The value of JSON text; `line` is where the text stands, None for a whole file. DataError for what is none."""
     where = path if line is None else f"{path} line {line}"
     try:
-        return _decode(text)
+        return decode(text)
     except json.JSONDecodeError as error:
         remedy = "mend or remove the line; if it is the last one, the file was cut off"
         remedy += "" if line is None else "; data.on_bad_row=skip leaves it out"

@@ -16,6 +16,7 @@ import torch
 
 from finetune.config.schema import Recipe
 from finetune.data import cache
+from finetune.data.cache_limit import make_room, size
 from finetune.data.dataset import evaluation_paths, evaluation_sets, make_splits, renderer_of
 from finetune.data.files import check_regular
 from finetune.data.loader import Order
@@ -26,8 +27,8 @@ from finetune.data.rows import RowSet, Splits
 from finetune.data.sources import files_of, load_records
 from finetune.data.streaming import StreamOrder, StreamRows, stream
 from finetune.data.templates import load_template
-from finetune.environment import cache_folder
-from finetune.errors import InputError
+from finetune.environment import cache_folder, cache_limit
+from finetune.errors import DataError, InputError
 from finetune.machine.collectives import World
 from finetune.machine.waiting import first_alone, in_own_time
 
@@ -41,6 +42,10 @@ def open_data(recipe: Recipe, tokenizer: Any, world: World = ALONE, tell: Tell =
 
     Raises as dataset.prepare does, on every rank alike.
     """
+    return _same_everywhere(_opened(recipe, tokenizer, world, tell, strict), world)
+
+
+def _opened(recipe: Recipe, tokenizer: Any, world: World, tell: Tell, strict: bool) -> Splits:
     if recipe.data.streaming:
         return in_own_time(world, "data", lambda: _checked(_streamed(recipe, tokenizer, tell), recipe, strict))
     if not recipe.data.cache:
@@ -55,6 +60,25 @@ def open_data(recipe: Recipe, tokenizer: Any, world: World = ALONE, tell: Tell =
     entry = Path(first_alone(world, "data", make))
     splits = in_own_time(world, "mapped data", lambda: own[0] if own else _open(entry, recipe, tokenizer, silent))
     return _checked(splits, recipe, strict)
+
+
+def _same_everywhere(splits: Splits, world: World) -> Splits:
+    """The splits, when every rank has the same ones. DataError on every rank alike where files differ between machines:
+    a step's rows are shared out by number, so some would be trained twice and others never."""
+    if world.size == 1:
+        return splits
+    own = {"train": splits.train.fingerprint, **{name: rows.fingerprint for name, rows in splits.evaluate.items()}}
+    ranks = world.gather(own)
+    odd = [rank for rank, other in enumerate(ranks) if other != ranks[0]]
+    if not odd:
+        return splits
+    names = sorted(
+        {name for rank in odd for name in {*ranks[0], *ranks[rank]} if ranks[0].get(name) != ranks[rank].get(name)}
+    )
+    what = f"the rows of {', '.join(names)} on rank {', '.join(map(str, odd))} are others than those on rank 0"
+    error = DataError(what, "data.path", "give every machine the same data files, template and tokenizer")
+    error.everywhere = True
+    raise error
 
 
 def _streamed(recipe: Recipe, tokenizer: Any, tell: Tell) -> Splits:
@@ -155,13 +179,18 @@ def _kept(entry: Path, recipe: Recipe, tokenizer: Any, tell: Tell) -> Splits:
     except (OSError, cache.BrokenCacheError) as error:
         tell(f"data  prepared in {seconds:.1f} s, not kept: {getattr(error, 'strerror', None) or error} ({entry})")
         return splits
-    whole = cache.size(entry.parent)
+    limit = cache_limit()
+    removed, freed = make_room(entry.parent, limit)
+    whole = size(entry.parent)
     tell(f"data  prepared in {seconds:.1f} s, kept in {entry} ({_size(entry)}; all kept data {_bytes(whole)})")
+    if removed:
+        what = f"{removed} prepared data set{'s' if removed > 1 else ''} ({_bytes(freed)})"
+        tell(f"data  removed {what} not used for the longest: the cache keeps {_bytes(limit)} (FINETUNE_CACHE_GIB)")
     return kept or splits
 
 
 def _size(entry: Path) -> str:
-    return _bytes(cache.size(entry))
+    return _bytes(size(entry))
 
 
 def _bytes(count: float) -> str:

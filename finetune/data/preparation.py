@@ -121,58 +121,56 @@ class Preparation:
 
     def _batch(self, positions: Sequence[int], batch: Sequence[Made]) -> None:
         for source, each in zip(positions, batch, strict=True):
-            where = self.records.where(source)
             if isinstance(each, RowError):
-                self._bad(each, where)
+                self._bad(each, source)
                 continue
             item, ids, labels = each
             for note in item.notes:
-                self._count(self.notes, note, where)
+                self._count(self.notes, note, source)
             self.counts["injected"] += item.injected
             self._document(source, item, ids, labels)
 
-    def _count(self, counter: Counter[str], reason: str, where: str) -> None:
+    def _count(self, counter: Counter[str], reason: str, source: int) -> None:
         counter[reason] += 1
         self.places.setdefault(reason, [])
         if len(self.places[reason]) < SHOWN_PLACES:
-            self.places[reason].append(where.removeprefix(f"{self.records.path} "))
+            self.places[reason].append(self.records.where(source).removeprefix(f"{self.records.path} "))
 
-    def _bad(self, fault: RowError, where: str) -> None:
+    def _bad(self, fault: RowError, source: int) -> None:
         if not fault.skippable:
             raise fault
-        self._count(self.dropped, fault.reason, where)
+        self._count(self.dropped, fault.reason, source)
         self.fault_count += 1
         if len(self.faults) < SHOWN_PLACES:
             self.faults.append(fault)
 
     def _document(self, source: int, item: Rendered, ids: np.ndarray, labels: np.ndarray) -> None:
         """Cuts to length, drops what teaches nothing, and keeps the rest."""
-        where, limit = self.records.where(source), self.data.max_tokens
-        learned = np.flatnonzero(labels != IGNORED)
-        if not len(learned):
-            self._count(self.dropped, NO_TURN, where)
+        limit, learned = self.data.max_tokens, labels != IGNORED
+        if not learned.any():
+            self._count(self.dropped, NO_TURN, source)
             return
         if self.counts["read back"] < CHECKED_TEXTS:
-            self._read_back(item, labels[learned], where)
+            self._read_back(item, labels[learned], source)
         if len(ids) > limit:
             if self.data.on_long == "split":
-                self._pieces(source, ids, labels, where)
+                self._pieces(source, ids, labels)
                 return
             if self.data.on_long == "error":
-                self.too_long.append(f"{where} ({len(ids):,} tokens)")
+                self.too_long.append(f"{self.records.where(source)} ({len(ids):,} tokens)")
             if self.data.on_long in ("drop", "error"):
-                self._count(self.dropped, TOO_LONG, where)
+                self._count(self.dropped, TOO_LONG, source)
                 return
-            if learned[0] >= limit:
-                self.prompts.append(int(learned[0]))
-                self._count(self.dropped, LOST, where)
+            if not learned[:limit].any():
+                self.prompts.append(int(learned.argmax()))
+                self._count(self.dropped, LOST, source)
                 return
-            self._count(self.counts, CUT, where)
+            self._count(self.counts, CUT, source)
             ids, labels = ids[:limit], labels[:limit]
         self.counts["kept"] += 1
         self._keep(source, ids, labels)
 
-    def _pieces(self, source: int, ids: np.ndarray, labels: np.ndarray, where: str) -> None:
+    def _pieces(self, source: int, ids: np.ndarray, labels: np.ndarray) -> None:
         """A long document as several; a piece's first token is not trained, so a piece of one teaches nothing."""
         limit, before, left_out = self.data.max_tokens, len(self.ids), False
         for start in range(0, len(ids), limit):
@@ -183,16 +181,16 @@ class Preparation:
                 continue
             self._keep(source, ids[start : start + limit], piece)
         if len(self.ids) > before:
-            self._count(self.notes, CUT_UP, where)
+            self._count(self.notes, CUT_UP, source)
             if left_out:
-                self._count(self.notes, SHORT_TAIL, where)
+                self._count(self.notes, SHORT_TAIL, source)
             self.counts["kept"] += 1
         else:
             self.prompts.append(1)
-            self._count(self.dropped, LOST, where)
+            self._count(self.dropped, LOST, source)
 
     def _keep(self, source: int, ids: np.ndarray, labels: np.ndarray) -> None:
-        digest = hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+        digest = hashlib.blake2b(ids.data, digest_size=16).digest()
         self.counts["duplicates"] += digest in self.digests
         self.counts["seen in training"] += digest in self.known
         self.digests.add(digest)
@@ -200,13 +198,14 @@ class Preparation:
         self.labels.append(labels)
         self.sources.append(source)
 
-    def _read_back(self, item: Rendered, learned: np.ndarray, where: str) -> None:
+    def _read_back(self, item: Rendered, learned: np.ndarray, source: int) -> None:
         """The trained tokens must read as the trained text; only white space may differ (a token may straddle it)."""
         self.counts["read back"] += 1
         expected = "".join(item.text[start:end] for start, end in item.spans)
         found = self.tokenizer.decode(learned.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         first_is_trained = any(start == 0 for start, _ in item.spans)
         if not first_is_trained and "".join(found.split()) != "".join(expected.split()) and not self.misread:
+            where = self.records.where(source)
             self.misread = f"trained tokens of {where} read {found[:60]!r}, but the text to learn is {expected[:60]!r}"
 
     def _raise_faults(self, total: int) -> None:
@@ -227,16 +226,19 @@ class Preparation:
                 what, where=self.records.path, remedy="raise data.max_tokens, or set data.on_long=truncate or drop"
             )
 
-    def _stopped(self) -> int:
+    def _stopped(self, documents: Documents) -> int:
         """Documents in which the stop token is trained."""
         stop = self.tokenizer(self.renderer.stop, add_special_tokens=False)["input_ids"] if self.renderer.stop else []
-        return sum(bool((labels == stop[-1]).any()) for labels in self.labels) if stop else 0
+        if not stop:
+            return 0
+        found = np.flatnonzero(documents.labels == stop[-1])
+        return len(np.unique(np.searchsorted(documents.starts, found, side="right")))
 
     def _report(self, total: int, documents: Documents, groups: Groups | None) -> DataReport:
         lengths = documents.lengths
         tokens, limit = int(lengths.sum()), self.data.max_tokens
         rows = len(documents) if groups is None else len(groups[1]) - 1
-        stopped = self._stopped()
+        stopped = self._stopped(documents)
         return DataReport(
             split=self.split,
             path=self.records.path,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from finetune.data.byte_lengths import ByteLengths
 from finetune.data.cells import BROKEN, RowError, empty_answer, is_empty, text_cell
 from finetune.data.chat import Conversation, conversation, with_system
 from finetune.data.own_chat import adopt
@@ -16,6 +18,8 @@ from finetune.data.templates import SYSTEM, Template, nearest
 from finetune.errors import DataError
 
 SPECIAL_TEXT = "rows whose own text holds a special token's text"
+MOST_HEADERS = 1000
+"""Different lists of columns whose names are remembered; a file of more is looked up row by row."""
 NO_TURN = "no turn to learn (no assistant message, or all of them set aside)"
 
 
@@ -53,17 +57,23 @@ class Renderer:
                 "brings one (chatml, llama3, mistral, qwen, gemma), "
                 "or a template that needs none (alpaca, grammar, summarize, text)",
             )
-        self.form = ChatForm(tokenizer) if chat and has_form else None
+        self.form = ChatForm(tokenizer, bounded=bool(template.chat_template)) if chat and has_form else None
         key = "prompt" if self.form else self._plain
         self.writes_system = key in template.sources and SYSTEM in template.columns_of(key)
         self.begin = begin_text(tokenizer)
         self.end = tokenizer.eos_token or ""
+        self._names: dict[tuple[str, ...], dict[str, str]] = {}
         self.special = [token for token in tokenizer.all_special_tokens if len(token) > 2]
 
     @property
     def _plain(self) -> str:
         """The key of the prompt's text where there is no chat template."""
         return "plain" if "plain" in self.template.sources else "prompt"
+
+    @cached_property
+    def lengths(self) -> ByteLengths | None:
+        """The bytes of the tokenizer's tokens, where they tell where tokens stand."""
+        return ByteLengths.of(self.tokenizer.backend_tokenizer) if getattr(self.tokenizer, "is_fast", False) else None
 
     @property
     def stop(self) -> str:
@@ -103,7 +113,7 @@ class Renderer:
         except UnicodeEncodeError as error:
             what = f"the text holds half a character (the lone surrogate {rendered.text[error.start]!r})"
             raise RowError(what, where, reason="half a character", remedy="mend the text's encoding") from error
-        return replace(rendered, notes=tuple(sorted(notes)))
+        return replace(rendered, notes=tuple(sorted(notes))) if notes else rendered
 
     def prompt(self, text: str, system: str | None = None) -> str:
         """What the model is given to answer `text` (the column that the template's prompt needs, or a user's turn).
@@ -127,10 +137,15 @@ class Renderer:
         return rendered.text[: rendered.spans[0][0]]
 
     def _cells(self, record: Mapping[str, Any], where: str, notes: set[str]) -> tuple[dict[str, Any], dict[str, str]]:
-        missing = self.template.missing(record)
-        if missing:
-            raise missing_column(missing[0], list(record), where, self.template)
-        names = self.template.file_columns(record)
+        key = tuple(record)
+        names = self._names.get(key)
+        if names is None:
+            missing = self.template.missing(record)
+            if missing:
+                raise missing_column(missing[0], list(record), where, self.template)
+            names = self.template.file_columns(record)
+            if len(self._names) < MOST_HEADERS:
+                self._names[key] = names
         for column in self.template.columns:
             for other in column.also if names.get(column.name) == column.name else ():
                 if not is_empty(record.get(other)) and record[other] != record[column.name]:
@@ -149,9 +164,14 @@ class Renderer:
                 what = f"column {name!r} is empty"
                 raise RowError(what, where, reason=what, remedy="write it, or set data.on_bad_row=skip")
             values[column.name] = text_cell(value, name, where, notes)
-        if any(token in value for value in values.values() for token in self.special):
-            notes.add(SPECIAL_TEXT)
+        self._scan(values.values(), notes)
         return values
+
+    def _scan(self, texts: Iterable[str], notes: set[str]) -> None:
+        """Notes a special token's text in the row's own texts; a line feed between them makes no token of two."""
+        joined = "\n".join(texts)
+        if any(token in joined for token in self.special):
+            notes.add(SPECIAL_TEXT)
 
     def _write(self, key: str, values: Mapping[str, str]) -> str:
         try:
@@ -200,9 +220,8 @@ class Renderer:
     def _chat(self, talk: Conversation, where: str, notes: set[str], scan: bool = True) -> Rendered:
         form = self.form
         assert form is not None
-        own = texts_in([talk.messages, talk.tools]) if scan else ()
-        if any(token in text for text in own for token in self.special):
-            notes.add(SPECIAL_TEXT)
+        if scan:
+            self._scan(texts_in([talk.messages, talk.tools]), notes)
         text, turns = form.render(talk, where, notes)
         injected = bool(form.probe.injected) and talk.messages[0]["role"] != "system"
         last = max(turns, default=-1)

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self, overload
+from typing import Any, Self, overload
 
 import numpy as np
 
@@ -162,7 +162,11 @@ class RowSet(Sequence[Row]):
 
 @dataclass(frozen=True)
 class Splits:
-    """The training rows, and the evaluation sets by name: `valid` first, then those of evaluate.sets."""
+    """The training rows, and the evaluation sets by name: `valid` first, then those of evaluate.sets.
+
+    `held` is what keeps the cache from removing the rows' entry while they are used.
+    """
 
     train: RowSet
     evaluate: dict[str, RowSet]
+    held: Any = None

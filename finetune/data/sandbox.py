@@ -158,7 +158,7 @@ class SafeEnvironment(ImmutableSandboxedEnvironment):
             undefined=Undefined if chat else StrictUndefined,
             trim_blocks=chat,
             lstrip_blocks=chat,
-            keep_trailing_newline=True,
+            keep_trailing_newline=not chat,
             autoescape=False,
             optimized=False,
             finalize=_written,
@@ -276,7 +276,9 @@ def write(template: Any, values: Mapping[str, Any]) -> str:
     ours = {
         METER: meter, TURN: meter.turn, TURNED: meter.turned, JOIN: meter.join, KEEP: meter.keep, MADE: meter.made,
     }  # fmt: skip
-    for piece in template.generate({**values, **ours}):
+    # As `generate`, which puts the globals into each context one by one by way of a chain of mappings.
+    context = template.new_context({**template.environment.globals, **values, **ours}, shared=True)
+    for piece in template.root_render_func(context):
         length += len(piece)
         bound(length)
         pieces.append(piece)
@@ -381,9 +383,10 @@ def refusal(message: str) -> None:
     raise TemplateError(message)
 
 
-def write_chat(source: str, messages: Sequence[Mapping[str, Any]], prompt: bool = False) -> str:
-    """A chat template's text under the bounds of this file, as a check of the template."""
-    values = {"bos_token": "", "eos_token": "", "raise_exception": refusal, "tools": None}
-    return write(
-        SafeEnvironment(chat=True).compiled(source), {**values, "messages": messages, "add_generation_prompt": prompt}
-    )
+def write_chat(compiled: Any, messages: Sequence[Mapping[str, Any]], prompt: bool = False, **values: Any) -> str:
+    """A chat template's text under the bounds of this file; `compiled` by `SafeEnvironment(chat=True)`.
+
+    `values`: what else it is given, as tools and the special tokens by name.
+    """
+    given = {"bos_token": "", "eos_token": "", "raise_exception": refusal, "tools": None, "documents": None, **values}
+    return write(compiled, {**given, "messages": messages, "add_generation_prompt": prompt})

@@ -51,6 +51,8 @@ def check_shown(
 
     Raises DataError for a tool, a call or a call's arguments that are not shown.
     """
+    if not tools and not any(key in message for message in messages for key in (*REASONING, "tool_calls")):
+        return set()
     words = _Words(text)
     copies = [_with_words(message, words) for message in messages]
     renamed = [_renamed(tool, words, "the tool") for tool in tools or ()]

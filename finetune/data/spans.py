@@ -13,10 +13,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from finetune.data.cells import RowError, empty_answer, is_empty
 from finetune.data.chat import Conversation, Message
+from finetune.data.chat_writer import ChatWriter
 from finetune.data.shown import REASONING, check_shown, texts_in, veiled
 from finetune.errors import DataError
 
@@ -50,23 +52,24 @@ class Probe:
 class ChatForm:
     """A tokenizer's chat template, measured once. `render` gives a conversation's text and its assistant spans."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, bounded: bool = False) -> None:
+        """`bounded`: the template is of an unknown person's file, so each text is written under the sandbox's bounds."""
+        self._writer = ChatWriter(tokenizer, bounded)
+        self._marked: dict[str, bool] = {}
         self._tokenizer = tokenizer
         self.name = str(getattr(tokenizer, "name_or_path", "") or "the tokenizer")
         self.begin = tokenizer.bos_token or ""
         self.probe = _measure(self)
+        self._stops = {self.probe.stop, tokenizer.eos_token or ""} - {""}
 
     def text(self, messages: Sequence[Message], tools: Any = None, prompt: bool = False) -> str:
         """The template's text; DataError with the template's own message where it refuses the conversation."""
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=prompt
-            )
+            return self._writer.text(messages, tools, prompt)
         except Exception as error:
             # A chat template is a program that came with the model: whatever it raises is a fault of the template.
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise DataError(f"the chat template of {self.name} refuses the conversation: {reason}") from error
-        return str(text)
 
     def added_token(self, text: str) -> str:
         """The added token that `text` begins with, the longest one, or ''."""
@@ -89,7 +92,7 @@ class ChatForm:
         try:
             text = self.text(messages, talk.tools)
             notes |= check_shown(self.text, messages, talk.tools, text, self.name)
-            if MARKED.search(self.template(talk.tools)):
+            if self._has_marks(self.template(talk.tools)):
                 return text, self._from_marks(messages, talk.tools, text)
             ends = self._content_ends(messages, talk.tools, text)
             seen = self._veiled(messages, talk.tools, text)
@@ -100,14 +103,20 @@ class ChatForm:
             reason = error.fault.what
             raise RowError(reason, where, reason=reason, remedy="mend the row, or use another data.template") from error
 
+    def _has_marks(self, source: str) -> bool:
+        if source not in self._marked:
+            self._marked[source] = MARKED.search(source) is not None
+        return self._marked[source]
+
     def _veiled(self, messages: list[Message], tools: Any, text: str) -> str:
         """The text without stop tokens that came with the row, every other character where it was.
 
         A turn with tool calls ends at the first stop token behind its content, and a call's arguments may hold one.
         """
         stop = self.probe.stop
-        inside = any(stop in own for own in texts_in([messages, tools])) if stop else False
-        if not inside or not any(message.get("tool_calls") for message in messages):
+        if not stop or not any(message.get("tool_calls") for message in messages):
+            return text
+        if not any(stop in own for own in texts_in([messages, tools])):
             return text
         hidden = self.text(veiled(messages, stop), veiled(tools, stop))
         if len(hidden) == len(text):
@@ -121,7 +130,7 @@ class ChatForm:
         if message["role"] != "assistant":
             return message
         content = message["content"]
-        for stop in {self.probe.stop, self._tokenizer.eos_token or ""} - {""}:
+        for stop in self._stops:
             while content.rstrip().endswith(stop):
                 notes.add(STOPPED)
                 content = content.rstrip()[: -len(stop)]
@@ -260,6 +269,8 @@ def _lay_over(text: str, pieces: Sequence[str]) -> list[int] | None:
     Contents whose outer white space is trimmed by the template are why: the mark keeps it from being trimmed.
     None when no such cut exists.
     """
+    if "".join(pieces) == text:  # nothing was lost, and then no other cut has the text's length
+        return list(accumulate(map(len, pieces)))[:-1]
     states: dict[int, list[int]] = {0: []}
     for number, piece in enumerate(pieces):
         shorter = piece.rstrip() if number < len(pieces) - 1 else piece

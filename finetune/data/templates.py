@@ -277,7 +277,7 @@ def _roles(roles: Any, place: str) -> dict[str, str]:
 
 def _own_chat(raw: dict[str, Any], kind: str, place: str) -> str:
     """The template's own chat template, tried on one conversation under the sandbox's bounds; '' when it has none."""
-    from finetune.data.sandbox import write_chat
+    from finetune.data.sandbox import SafeEnvironment, write_chat
 
     source, tokens = raw.get("chat_template", ""), raw.get("tokens")
     if not isinstance(source, str) or (source and kind != "messages"):
@@ -286,7 +286,8 @@ def _own_chat(raw: dict[str, Any], kind: str, place: str) -> str:
         raise DataError("tokens is a list of tokens that chat_template writes", where=place)
     if source:
         try:
-            texts = [write_chat(source, PROBE), write_chat(source, PROBE[:1], prompt=True)]
+            compiled = SafeEnvironment(chat=True).compiled(source)
+            texts = [write_chat(compiled, PROBE), write_chat(compiled, PROBE[:1], prompt=True)]
         except Exception as error:
             # A template is a program of the user's: whatever it raises is a fault of the template.
             reason = (str(error) or type(error).__name__).splitlines()[0]

@@ -90,7 +90,9 @@ def _rendered(renderer: Renderer, batch: Sequence[Item]) -> list[Rendered | RowE
 
 
 def _tokenised(renderer: Renderer, rendered: Sequence[Rendered | RowError]) -> list[Made]:
-    tokens = tokenise_all([each for each in rendered if isinstance(each, Rendered)], renderer.tokenizer)
+    tokens = tokenise_all(
+        [each for each in rendered if isinstance(each, Rendered)], renderer.tokenizer, renderer.lengths
+    )
     return [each if isinstance(each, RowError) else (each, *next(tokens)) for each in rendered]
 
 

@@ -5,12 +5,16 @@ On a terminal a live bar; in a log file a line now and then, since a bar there i
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -31,6 +35,42 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
+class Stderr(io.TextIOBase):
+    """stderr, whatever it is at the moment. A terminal that was closed (EIO) is a reader who left, like a closed pipe."""
+
+    @property
+    def _file(self) -> Any:
+        return getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # rich puts a proxy there while its bar is on
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return str(self._file.encoding)
+
+    def isatty(self) -> bool:
+        return bool(self._file.isatty())
+
+    def fileno(self) -> int:
+        return int(self._file.fileno())
+
+    def write(self, text: str) -> int:
+        with _leaving():
+            return int(self._file.write(text))
+
+    def flush(self) -> None:
+        with _leaving():
+            self._file.flush()
+
+
+@contextmanager
+def _leaving() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise BrokenPipeError(errno.EPIPE, "the terminal was closed") from error
+
+
 class Outliving(Console):
     """A console whose reader may leave: rich would end the program there, and with it hours of training unsaved. The run
     goes on without words; metrics.jsonl has what they would have said."""
@@ -45,8 +85,9 @@ class Outliving(Console):
 
 def terminal() -> Console:
     """The console on stderr: as wide as the terminal, and 120 columns in a log file."""
-    console = Outliving(stderr=True, highlight=False)
-    return console if console.is_terminal else Outliving(stderr=True, highlight=False, width=WIDTH_OF_A_FILE)
+    stderr = cast(IO[str], Stderr())
+    console = Outliving(file=stderr, highlight=False)
+    return console if console.is_terminal else Outliving(file=stderr, highlight=False, width=WIDTH_OF_A_FILE)
 
 
 def quiet_libraries() -> None:

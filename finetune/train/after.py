@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from finetune.config.schema import AdapterSection, Recipe
 from finetune.contracts import Model
 from finetune.data.opening import open_data
 from finetune.data.own_chat import prepare_tokenizer
+from finetune.data.preflight import DataReport
 from finetune.data.rendering import Renderer
 from finetune.data.templates import load_template
 from finetune.environment import hub_offline
@@ -136,14 +137,21 @@ def generate(run: Path, prompts: Sequence[str], overrides: Sequence[str] = ()) -
     return answer(model, ids, recipe.generate, precision, recipe.train.seed)
 
 
-def evaluate(run: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The evaluation figures of a finished run on its held-out sets (or those that the overrides name)."""
+def evaluate(
+    run: Path, overrides: Sequence[str] = (), seen: Callable[[DataReport], None] = lambda report: None
+) -> dict[str, Any]:
+    """The evaluation figures of a finished run on its held-out sets (or those that the overrides name).
+
+    `seen` is given the report of each set before it is measured.
+    """
     recipe = finished_recipe(run, overrides)
     check_scores(recipe.evaluate.scores)
     tokenizer = load_tokenizer(recipe.model)
     splits = open_data(recipe, tokenizer)
     if not splits.evaluate:
         raise InputError("there are no held-out rows", str(run), "data.valid_path=FILE or evaluate.sets.NAME=FILE")
+    for rows in splits.evaluate.values():
+        seen(rows.report)
     model, precision, device = _load(recipe)
     longest = max(int(rows.lengths.max()) for rows in splits.evaluate.values())
     plan = decide(as_planned(recipe), shape_for(recipe), detect(device.type), ranks=1, longest_row=longest).plan

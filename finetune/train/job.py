@@ -30,7 +30,8 @@ class StopAskedError(Exception):
 
 
 class StopSignal:
-    """Notes SIGTERM and SIGINT while a run is on; the loop looks between steps. A second SIGINT interrupts at once.
+    """Notes SIGTERM, SIGINT and SIGHUP (the terminal is gone) while a run is on; the loop looks between steps. A second
+    SIGINT interrupts at once. A SIGHUP that is ignored already, as under nohup, stays ignored.
 
     With `at_once`, once nothing is left to be saved, a signal raises StopAskedError where it finds the program.
     """
@@ -44,7 +45,9 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -13,9 +13,10 @@ import finetune
 from finetune.__main__ import main
 from finetune.config.load import load_recipe
 from finetune.contracts import Model
+from finetune.data.dataset import prepare
 from finetune.errors import InputError
 from finetune.models.builtin import resolve
-from finetune.models.load import load_model
+from finetune.models.load import load_model, load_tokenizer
 from finetune.train import after
 from tests.conftest import alpaca_rows, changed, method, write_jsonl
 from tests.runs.history import column
@@ -219,3 +220,22 @@ def test_a_run_folder_in_ones_home_and_going_on_with_ones_own(
     assert other.dir.name != "tiny-2-20260101-000000"
     again = finetune.run({**changed(tiny, run={}, train__max_steps=1), "resume": "auto"})
     assert again.dir.resolve() == other.dir.resolve()
+
+
+def test_evaluate_shows_how_much_it_measured(tiny: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows, tokens and trained tokens of the held-out rows: in the table, as JSON, and in training's own line."""
+    run = finetune.run(tiny)
+    capsys.readouterr()
+    assert main(["evaluate", f"run={run.dir}", "--json"]) == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    recipe = load_recipe(run.dir / "recipe.yaml")
+    report = prepare(recipe, load_tokenizer(recipe.model)).evaluate["valid"].report
+    counts = {"rows": 7, "tokens": report.tokens, "trained_tokens": report.trained_tokens}
+    assert found.pop("data") == {"valid": counts}
+    assert found == after.evaluate(run.dir)
+    assert f"data  valid: 7 documents; {report.tokens:,} tokens, {report.trained_tokens:,} of them trained" in shown.err
+    assert main(["evaluate", f"run={run.dir}", "evaluate.max_rows=3"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["rows", "3"] in lines
+    assert [line[0] for line in lines if line] == ["metric", "eval_loss", "rows", "tokens", "trained"]

@@ -12,8 +12,10 @@ import pytest
 import torch.distributed as dist
 
 import finetune
+from finetune.config.schema import Recipe
 from finetune.data import opening
-from finetune.errors import DataError
+from finetune.errors import ConfigError, DataError
+from finetune.train import start
 from tests.conftest import alpaca_rows, changed, write_jsonl
 from tests.runs.ranks import endings, run_ranks
 
@@ -106,3 +108,62 @@ def test_a_mixture_trains_and_resumes_to_the_bit(tiny: dict[str, Any], tmp_path:
     for steps in (7, 15, 24):
         finetune.run(changed(parts, train__max_steps=steps, resume="auto"))
     assert losses(tmp_path / "parts") == losses(whole)
+
+
+@pytest.mark.parametrize("how", ["cache", "plain", "streaming"])
+def test_ranks_with_other_data_files_are_refused(tiny: dict[str, Any], tmp_path: Path, how: str) -> None:
+    """Two machines with the same recipe and another line in a file; one message, on every rank, before the first step."""
+
+    def elsewhere(rank: int) -> None:
+        if rank != 1:
+            return
+        rows = alpaca_rows(24)
+        rows[5]["output"] = "another answer"
+        other = write_jsonl(tmp_path / "other.jsonl", rows)
+        opens = start.open_data
+
+        def opened(recipe: Recipe, *given: Any) -> Any:
+            data = recipe.data.model_copy(update={"path": str(other)})
+            return opens(recipe.model_copy(update={"data": data}), *given)
+
+        start.open_data = opened
+        opening.cache.load = lambda entry: None  # another machine does not see rank 0's entry
+
+    keys = {"data__cache": how == "cache", "data__streaming": how == "streaming"}
+    found = endings(changed(tiny, train__max_steps=2, **keys), 2, elsewhere)
+    assert [str(error).splitlines()[0] for error in found] == [
+        "data.path: the rows of train on rank 1 are others than those on rank 0"
+    ] * 2
+    assert all(isinstance(error, DataError) and error.everywhere for error in found)
+
+
+def packed_rows(folder: Path, documents: int) -> str:
+    """12 rows of the text template whose documents come to 60 tokens each; so many of them fill a row of 300."""
+    rows = [{"text": chr(97 + n % 26) * 58} for n in range(12 * documents)]
+    return str(write_jsonl(folder / "packed.jsonl", rows))
+
+
+@pytest.mark.parametrize("documents", [5, 1])
+def test_b15_a_packed_row_gives_its_loss_on_any_number_of_ranks(
+    tiny: dict[str, Any], tmp_path: Path, documents: int
+) -> None:
+    """Case B15: 5 documents in each row, or one; the first step's loss on 2 ranks is that of one."""
+    recipe = changed(
+        tiny,
+        data={"path": packed_rows(tmp_path, documents), "template": "text", "train_on": "all", "pack": True,
+              "max_tokens": 60 * documents + 5, "valid_share": 0.1},
+        train={"batch": 4, "max_steps": 2}, plan__micro_batch=1,
+    )  # fmt: skip
+    alone = finetune.run(changed(recipe, run__dir=str(tmp_path / "one"))).dir
+    run_ranks(changed(recipe, run__dir=str(tmp_path / "two")), 2)
+    one, two = losses(alone), losses(tmp_path / "two")
+    assert two[0] == pytest.approx(one[0], abs=1e-4)
+    assert two == pytest.approx(one, abs=1e-4)
+
+
+@pytest.mark.parametrize("key", ["plan.tensor", "plan.context", "plan.shard"])
+def test_b15_what_would_cut_a_row_is_refused(tiny: dict[str, Any], key: str) -> None:
+    """Case B15: no mode that cuts rows or matrices over ranks is offered; each is refused by name before anything runs."""
+    section, name = key.split(".")
+    with pytest.raises(ConfigError, match=rf"{key}=2 is not built yet"):
+        finetune.run(changed(tiny, data__pack=True, **{f"{section}__{name}": 2}))

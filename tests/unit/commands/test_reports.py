@@ -126,3 +126,34 @@ def test_a_template_that_does_not_load_is_listed_with_its_fault(capsys: pytest.C
     assert rows["broken"]["about"] == "does not load: kind is 'nonsense'"
     assert rows["broken"]["path"] == "data_templates/broken.yaml"
     assert rows["alpaca"]["about"] == "An instruction, perhaps with an input, and its answer."
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["adapter.targets=q_prj"],
+            "adapter.targets: 'q_prj' matches nothing in LlamaForCausalLM; did you mean 'q_proj'?",
+        ),
+        (["adapter.modules_to_save=lm_hed"], "adapter.modules_to_save: 'lm_hed' matches nothing with weights"),
+        (["adapter.ranks.v_prj=4"], "v_prj"),
+        (["adapter.kind=none", "train.modules=mpl"], "train.modules: 'mpl' matches no parameter of LlamaForCausalLM"),
+        (["adapter.kind=none", "train.freeze=embed"], "train.freeze: 'embed' matches no parameter"),
+        (["adapter.kind=none", "train.last_blocks=33"], "train.last_blocks=33, but LlamaForCausalLM has 32 blocks"),
+    ],
+)
+def test_a_plan_refuses_layers_that_the_model_does_not_have(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    """As training does, without weights and without a hub, and before anything of the plan is printed."""
+    assert main(["plan", "recipe=lora_llama3", "hardware=1x80GB,256GB", *words]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert not shown.out
+
+
+@pytest.mark.parametrize("path", ["meta-llama/Meta-Llama-3-8B", "Qwen/Qwen2.5-7B", "mistralai/Mistral-7B-v0.3"])
+def test_a_plan_knows_the_layers_of_each_family(capsys: pytest.CaptureFixture[str], path: str) -> None:
+    words = ["adapter.targets=q_proj,layers.0.mlp.down_proj", "adapter.modules_to_save=lm_head", f"model.path={path}"]
+    assert main(["plan", "recipe=lora_llama3", "hardware=8x80GB,1TB", *words]) == 0
+    assert "Plan" in capsys.readouterr().out
