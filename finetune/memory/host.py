@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
-import weakref
+import sys
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -35,26 +35,35 @@ class HostBuffer:
         return self.pages[:count].view(dtype).view(torch.Size(shape))
 
 
+class _Pages(mmap.mmap):
+    """Anonymous pages. Registered ones leave the driver's table before they go back to the system: `__del__` runs before
+    the mapping ends, a weak reference's callback after it. At the end of the process both are gone anyway."""
+
+    registered: int | None = None
+
+    def __del__(self) -> None:
+        if self.registered is not None and not sys.is_finalizing():
+            torch.cuda.cudart().cudaHostUnregister(self.registered)
+
+
 def host_pages(count: int, device: torch.device) -> Tensor:
     """uint8 [count] in pages of its own, registered when `device` is a GPU. NothingFitsError when the driver refuses."""
-    pages = mmap.mmap(-1, max(count, 1))
+    pages = _Pages(-1, max(count, 1))
     octets_N = torch.frombuffer(pages, dtype=torch.uint8)[:count]
     if device.type == "cuda":
-        _register(octets_N.data_ptr(), max(count, 1), pages)
+        _register(octets_N.data_ptr(), max(count, 1))
+        pages.registered = octets_N.data_ptr()
     return octets_N
 
 
-def _register(address: int, count: int, pages: mmap.mmap) -> None:
-    runtime = torch.cuda.cudart()
-    code = int(runtime.cudaHostRegister(address, count, 0))
+def _register(address: int, count: int) -> None:
+    code = int(torch.cuda.cudart().cudaHostRegister(address, count, 0))
     if code != 0:
         raise NothingFitsError(
             f"the driver refused to pin {count:,} bytes of host memory (code {code})",
             "plan.host_memory",
             "raise the limit of locked memory (ulimit -l), or switch off the plan's host placements",
         )
-    # Pages must leave the driver's table before they go back to the system; at the end of the process both are gone.
-    weakref.finalize(pages, runtime.cudaHostUnregister, address).atexit = False
 
 
 class HostPool:
