@@ -46,7 +46,7 @@ class Spot:
 class Flat:
     """A block's streamed tensors in pages of the host, pinned where `device` is a GPU.
 
-    With `trained`, parameters that are trained move too; else they stay where they are (adapters on the device).
+    With `trained`, parameters that require a gradient move too; else they stay where they are (adapters on the device).
     `bytes` is the length of the buffer. The block's tensors are copied in and bound to the host at once.
     """
 

@@ -38,14 +38,14 @@ class HostBlocks:
         return sum(flat.bytes for flat in self.flats)
 
     def block(self, block: nn.Module) -> None:
-        """Takes a block that was just made to the host."""
-        self.flats.append(Flat(block, self.device, self.trained))
+        """Takes a block that was just made, before anything is put around it, to the host: every tensor of it."""
+        self.flats.append(Flat(block, self.device, True))
 
     def rest(self, model: nn.Module, blocks: list[nn.Module]) -> None:
         """Takes the blocks that were not yet taken, and sends everything else to the device."""
         for number, block in enumerate(blocks):
             if number == len(self.flats):
-                self.block(block)
+                self.flats.append(Flat(block, self.device, self.trained))
         streamed = {id(spot.parameter) for flat in self.flats for spot in flat.spots if spot.parameter is not None}
         inside = {id(module) for block in blocks for module in block.modules()}
         for parameter in model.parameters():
