@@ -115,6 +115,7 @@ class Plan:
     optimizer_in_backward: bool = False
     optimizer_placement: Literal["device", "host"] = "device"
     embedding_placement: Literal["device", "host"] = "device"
+    head_placement: Literal["device", "host"] = "device"
     weights: str = "resident"
     resident_blocks: int = 0
     slots: int = 2

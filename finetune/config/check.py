@@ -236,8 +236,9 @@ def _levers(recipe: Recipe) -> Problems:
                 "updates in backward need one micro-batch a step, and a step of so many tokens has as many rows as fit"
             )
             yield Problem((key, "train.batch_tokens"), what, "give train.batch")
-    if recipe.plan.embedding_placement == "host" and recipe.adapter.kind == "none":
-        what = "only a frozen embedding can be kept on the host, and adapter.kind is none"
+    resident = recipe.plan.weights == "resident"
+    if recipe.plan.embedding_placement == "host" and recipe.adapter.kind == "none" and resident:
+        what = "only streamed weights train an embedding that is on the host, and adapter.kind is none"
         yield Problem(("plan.embedding_placement", "adapter.kind"), what, "leave one of the two out")
 
 

@@ -23,6 +23,16 @@ def embedding(ids_BS: Tensor, weight_VD: Tensor, padding: int | None = None) -> 
     return functional.embedding(ids_BS, weight_VD, padding)
 
 
+def embedding_gradient(grad_ND: Tensor, sorted_N: Tensor, order_N: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """[rows, D]: the sums of the gradients of tokens sorted by id (`order_N`: each one's row of `grad_ND`), made in fp32."""
+    if grad_ND.is_cuda:
+        from finetune.kernels.fused import embedding as fused
+
+        return fused.backward_sorted(grad_ND, sorted_N.contiguous(), order_N.contiguous(), rows, dtype)
+    sums_VD = torch.zeros(rows, grad_ND.shape[1])
+    return sums_VD.index_add_(0, sorted_N, grad_ND[order_N].float()).to(dtype)
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids_BS: Tensor, weight_VD: Tensor, padding: int | None) -> Tensor:

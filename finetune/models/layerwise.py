@@ -48,8 +48,10 @@ class Layers:
         self.model = model
         self.context = context
 
-    def begin(self, batch: Batch) -> tuple[Tensor, Any]:
-        """[B, S, D], the first block's input, and what every block gets of this batch beside it."""
+    def begin(self, batch: Batch, embedded_BSD: Tensor | None = None) -> tuple[Tensor, Any]:
+        """[B, S, D], the first block's input, and what every block gets of this batch beside it. The model class looks its
+        embedding up by itself, so none can be given."""
+        assert embedded_BSD is None
         notes: Given = []
         seen: list[Tensor] = []
         with self.context(), self._stand_ins(notes, None, seen):

@@ -162,7 +162,7 @@ def _forbidden(lever: Lever, allowance: Allowance) -> str:
         return "would change the draws of the dropout on the head's adapter"
     if lever.field == "optimizer_in_backward":
         return step_in_backward.refusal(recipe, allowance.precision, allowance.ranks)
-    if lever.field == "embedding_placement":
+    if lever.field == "embedding_placement" and not (recipe.plan.weights == "streamed" and storage.fast):
         return host_embedding.refusal(allowance.shape, storage)
     return ""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Plan, Shape
@@ -161,7 +162,8 @@ class Space:
         if plan.optimizer_in_backward or plan.optimizer_placement == "host":
             return []
         resident = 0 if wanted.resident_blocks == "auto" else min(wanted.resident_blocks, self.shape.blocks)
-        return [replace(plan, weights="streamed", resident_blocks=resident)]
+        head: Literal["device", "host"] = "device" if wanted.head_placement == "auto" else wanted.head_placement
+        return [replace(plan, weights="streamed", resident_blocks=resident, head_placement=head)]
 
     def _cost(self, case: Case) -> float:
         """Operations of one rank's step, with what levers, thin micro-batches and padding add."""

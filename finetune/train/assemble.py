@@ -3,14 +3,18 @@ earlier."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from finetune.contracts import Model, Plan
+from finetune.errors import ModelError
 from finetune.kernels.keyed_dropout import DrawKey, key_dropouts
+from finetune.kernels.logits_change import logits_change
 from finetune.kernels.precision import DTYPES, compute
 from finetune.memory import checkpointing
 from finetune.memory.host_embedding import place_on_host
@@ -21,15 +25,15 @@ from finetune.memory.step_in_backward import StepInBackward
 from finetune.memory.streaming.boundaries import Boundaries
 from finetune.memory.streaming.deferred import Deferred
 from finetune.memory.streaming.host_blocks import HostBlocks
+from finetune.memory.streaming.tall import Tall
 from finetune.models.fast import backbone
 from finetune.models.layerwise import Layers
-from finetune.optim.slices import Slicing, check_sliced
-from finetune.train.streamed import Streamed
+from finetune.optim.slices import Slice, Slicing, check_sliced
+from finetune.train.streamed import Ends, Streamed
+from finetune.train.streamed_ends import StreamedEmbedding, StreamedHead
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import nn
 
     from finetune.config.schema import Recipe
 
@@ -66,9 +70,40 @@ def streamed(
     if any(units):
         check_sliced(optimizer, recipe.optimizer.name)
         deferred = Deferred(Slicing(optimizer), units, device)
-    made = Streamed(model, layers, host, deferred, Boundaries(device, plan.activation_offload))
+    ends = _ends(model, plan, layers, device, Slicing(optimizer), DTYPES[precision])
+    made = Streamed(model, layers, host, deferred, Boundaries(device, plan.activation_offload), ends)
     made.settle()
     return made
+
+
+def _ends(model: Model, plan: Plan, layers: Any, device: torch.device, updates: Slicing, dtype: torch.dtype) -> Ends:
+    """Embedding and head on the host as the plan says; a frozen embedding there is looked up on the host (HostRows)."""
+    table: Any = model.base.get_input_embeddings()
+    head: Any = model.head
+    whole = isinstance(table, nn.Embedding)
+    tied = whole and head.weight is table.weight
+    made: dict[int, Tall] = {}
+
+    def tall(parameter: nn.Parameter) -> Tall:
+        if id(parameter) not in made:
+            made[id(parameter)] = Tall(parameter, device, updates if parameter.requires_grad else None)
+            made[id(parameter)].make_slice = Slice
+        return made[id(parameter)]
+
+    embedding = None
+    if whole and (plan.embedding_placement == "host" or (tied and plan.head_placement == "host")):
+        embedding = StreamedEmbedding(tall(table.weight), table.padding_idx)
+    streamed_head = None
+    if plan.head_placement == "host" or (tied and embedding is not None):
+        if type(head) is not nn.Linear or head.bias is not None or logits_change(model.base.config) is not None:
+            raise ModelError(
+                f"the head of {type(model.base).__name__} is more than one matrix (adapter, bias or changed logits), so it "
+                "cannot pass through the device in parts",
+                "plan.head_placement",
+                "plan.head_placement=device",
+            )
+        streamed_head = StreamedHead(layers, tall(head.weight), dtype)
+    return Ends(embedding, streamed_head)
 
 
 def assemble(
@@ -77,7 +112,9 @@ def assemble(
     """Makes `model` ready to train under `plan` on `device`."""
     key = DrawKey(seed)
     key_dropouts(model.module, key)
-    given = place_on_host(model.base, device) if plan.embedding_placement == "host" else None
+    lookup = plan.embedding_placement == "host" and not model.base.get_input_embeddings().weight.requires_grad
+    tied = model.base.get_input_embeddings().weight is model.head.weight
+    given = place_on_host(model.base, device) if lookup and not (host is not None and tied) else None
     if plan.fast_block:
         model.fast = backbone.install(model, plan.attention, DTYPES[precision])
     if host is not None:
@@ -124,6 +161,10 @@ class Update:
             self.host.settle()
         if self.stream is not None:
             self.stream.settle()
+
+    def visiting(self) -> AbstractContextManager[None]:
+        """What an evaluation runs in: updates are made, and the whole model can be run."""
+        return nullcontext() if self.stream is None else self.stream.visiting()
 
     def wait(self) -> None:
         """Before weights or state are read: updates that were promised are made, what is on its way to the host arrives."""

@@ -169,8 +169,7 @@ class Loop:
         """The evaluation figures now, printed and written to the metrics; with `answers` the scores of answers too."""
         job = self.job
         started = time.perf_counter()
-        job.update.wait()
-        with _memory_named(f"the evaluation after step {job.progress.step}"):
+        with job.update.visiting(), _memory_named(f"the evaluation after step {job.progress.step}"):
             figures = self.evaluator.losses(job.splits.evaluate)
             if answers:
                 figures |= scores(job.model, job.splits.evaluate, job.recipe, job.precision, job.world)

@@ -136,7 +136,8 @@ def _train(job: Job, decision: Decision, steps: int) -> Result:
     try:
         memory.reset_peak(world.device)
         if job.progress.step == 0 and not job.progress.samples_before:
-            job.progress.samples_before = world.agree(lambda: finish.samples(job))
+            with job.update.visiting():
+                job.progress.samples_before = world.agree(lambda: finish.samples(job))
         with job.stop:
             Loop(job, evaluator, writer, steps).run()
             return _finish(job, decision)
@@ -179,8 +180,8 @@ def _finish(job: Job, decision: Decision) -> Result:
 
 
 def _leave_result(job: Job, decision: Decision) -> dict[str, Any]:
-    job.update.wait()
-    after = finish.samples(job)
+    with job.update.visiting():
+        after = finish.samples(job)
     finish.show_samples(job, after)
     keep = job.recipe.run.keep
     result = export_result(job.model, job.recipe, job.folder, job.precision) if keep else None

@@ -20,6 +20,7 @@ from finetune.contracts import Batch, StepResult
 from finetune.data.prefetch import Loaded, load
 from finetune.errors import DataError
 from finetune.kernels.determinism import deterministic
+from finetune.kernels.norms import tensor_norms
 from finetune.kernels.precision import compute, products
 from finetune.optim.schedule import peak_rate, rate
 from finetune.train.diverged import diverged, overflowed
@@ -98,12 +99,11 @@ def _gradients_of(job: Job, batches: list[Batch], count: float) -> tuple[list[Te
 
 def _norms(job: Job, gradients: list[Tensor]) -> Tensor:
     """The norms of every trained parameter's gradient in model order; those of streamed ones are known already."""
-    here = gradient_norms(gradients)
-    stream = job.update.stream
-    if stream is None or stream.deferred is None:
+    here = tensor_norms(gradients)
+    if job.update.stream is None:
         return here
     own = iter(here)
-    elsewhere = stream.deferred.norms
+    elsewhere = job.update.stream.norms()
     return torch.stack([elsewhere[p] if p in elsewhere else next(own) for p in job.model.trainable().values()])
 
 
@@ -128,7 +128,7 @@ def stream_batches(job: Job, batches: list[Batch], count: float) -> list[Tensor]
         products("tf32") if job.precision == "tf32" else nullcontext(),
         deterministic(job.plan.attention == "deterministic"),
     ):
-        return stream.step([batch.to(device) for batch in batches], enter, loss_of)
+        return stream.step([batch.to(device) for batch in batches], enter, loss_of, scale / count)
 
 
 def backward(job: Job, batch: Batch, count: float, look: bool = False) -> Tensor:
@@ -160,8 +160,7 @@ def _gradients(job: Job) -> list[Tensor]:
 
     Without those of parameters whose gradients a streamed step has taken to the host.
     """
-    stream = job.update.stream
-    elsewhere = stream.deferred.parameters if stream is not None and stream.deferred is not None else set()
+    elsewhere = job.update.stream.elsewhere if job.update.stream is not None else set()
     gradients = []
     for parameter in job.model.trainable().values():
         if parameter in elsewhere:
@@ -170,17 +169,6 @@ def _gradients(job: Job) -> list[Tensor]:
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(parameter.grad)
     return gradients
-
-
-def gradient_norms(gradients: Iterable[Tensor]) -> Tensor:
-    """The fp32 norm of each gradient in the order given, [P], on the gradients' device; their norm is the global one."""
-    gradients = list(gradients)
-    if not gradients:
-        return torch.zeros(0)
-    if all(gradient.dtype == torch.float32 for gradient in gradients):
-        return torch.stack(torch._foreach_norm(gradients))
-    # 16-bit gradients are widened inside the sum, tensor by tensor: no fp32 copy of any is made.
-    return torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients])
 
 
 def _judge(job: Job, batches: list[Batch], losses: list[Tensor], loss: float, norm: float) -> bool:

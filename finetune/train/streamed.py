@@ -10,20 +10,22 @@ Legend: B rows, S positions, D hidden width; L blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from finetune.contracts import Batch, Model
 from finetune.memory.streaming.boundaries import Boundaries
 from finetune.memory.streaming.deferred import Deferred
 from finetune.memory.streaming.host_blocks import HostBlocks
 from finetune.memory.streaming.lanes import wait
+from finetune.memory.streaming.tall import Tall
 from finetune.optim.slices import Slice
+from finetune.train.streamed_ends import StreamedEmbedding, StreamedHead
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,10 @@ class Streamed:
     """
 
     def __init__(
-        self, model: Model, layers: Any, host: HostBlocks, deferred: Deferred | None, boundaries: Boundaries
+        self, model: Model, layers: Any, host: HostBlocks, deferred: Deferred | None, boundaries: Boundaries, ends: Ends
     ) -> None:
         assert host.slots is not None
+        self.ends = ends
         self.model = model
         self.layers = layers
         self.host = host
@@ -58,17 +61,22 @@ class Streamed:
         batches: Sequence[Batch],
         enter: Callable[[Batch], AbstractContextManager[object]],
         loss_of: Callable[[Tensor, Batch], tuple[Tensor, Tensor]],
+        factor: float,
     ) -> list[Tensor]:
         """Forward and backward of all micro-batches; the summed losses of each, detached.
 
         `enter(batch)` is what one micro-batch's computation runs in (its keyed draws, its ids); `loss_of(hidden, batch)`
-        gives (the summed loss, what backward starts from). Gradients are left in `.grad` of parameters on the device,
+        gives (the summed loss, what backward starts from), which is `factor` times it. Gradients are left in `.grad` of parameters on the device,
         and with `deferred` on the host.
         """
         try:
             parts, carry = self._begin(batches, enter)
             self._forward(parts, carry, enter)
-            losses = self._head(parts, carry, enter, loss_of)
+            if self.ends.head is not None:
+                self._fetch_last()
+                losses = self.ends.head.run(batches, carry, enter, factor)
+            else:
+                losses = self._head(parts, carry, enter, loss_of)
             self._backward(parts, carry, enter)
             return losses
         finally:
@@ -78,9 +86,12 @@ class Streamed:
         parts, carry = [], []
         count = len(self.model.blocks)
         self.slots.begin([*range(count), *reversed(range(self.first, count))])
+        if self.ends.head is not None:
+            self.ends.head.begin(batches)
+        given = self.ends.embedding.begin(batches) if self.ends.embedding is not None else [None] * len(batches)
         for batch in batches:
             with enter(batch):
-                x_BSD, inputs = self.layers.begin(batch)
+                x_BSD, inputs = self.layers.begin(batch, given.pop(0))
             edge = torch.autograd.graph.get_gradient_edge(x_BSD) if x_BSD.requires_grad else None
             parts.append(Part(batch, inputs, edge))
             carry.append(x_BSD.detach())
@@ -105,8 +116,7 @@ class Streamed:
 
     def _head(self, parts: list[Part], carry: list[Tensor], enter: Any, loss_of: Any) -> list[Tensor]:
         losses = []
-        if self.first < len(self.model.blocks):
-            self._fetch(len(self.model.blocks) - 1, 0)
+        self._fetch_last()
         for at, part in enumerate(parts):
             x_BSD = carry[at].requires_grad_()
             carry[at] = torch.empty(0)
@@ -128,7 +138,7 @@ class Streamed:
                 for at, part in enumerate(parts):
                     x_BSD = self.boundaries.take(number, at)
                     self._fetch_after(number, at, len(parts))
-                    need = number > self.first or part.edge is not None
+                    need = number > self.first or part.edge is not None or self._embedding_trained
                     with enter(part.batch):
                         gradient_BSD = self.layers.backward(number, x_BSD, carry[at], part.inputs, need)
                     self.boundaries.give()
@@ -139,7 +149,13 @@ class Streamed:
         for at, part in enumerate(parts):
             if part.edge is not None:
                 torch.autograd.backward([part.edge], [carry[at]])
-            carry[at] = torch.empty(0)
+                carry[at] = torch.empty(0)
+        if self._embedding_trained and self.ends.embedding is not None:
+            self.ends.embedding.finish(carry)
+
+    @property
+    def _embedding_trained(self) -> bool:
+        return self.ends.embedding is not None and self.ends.embedding.trained
 
     def _fetch_after(self, number: int, at: int, parts: int) -> None:
         """Starts to bring up the input that comes after this one."""
@@ -147,6 +163,10 @@ class Streamed:
             self._fetch(number, at + 1)
         elif number > self.first:
             self._fetch(number - 1, 0)
+
+    def _fetch_last(self) -> None:
+        if self.first < len(self.model.blocks):
+            self._fetch(len(self.model.blocks) - 1, 0)
 
     def _fetch(self, number: int, at: int) -> None:
         self.boundaries.fetch(number, at)
@@ -161,25 +181,44 @@ class Streamed:
         if self.deferred.apply(number, Slice):
             self.slots.lower(number)
 
+    @property
+    def elsewhere(self) -> set[nn.Parameter]:
+        """Trained parameters whose gradients a step leaves on the host, not in `.grad`."""
+        own = self.deferred.parameters if self.deferred is not None else set()
+        return own | {tall.parameter for tall in self.ends.trained}
+
+    def norms(self) -> dict[nn.Parameter, Tensor]:
+        """The norms of those gradients, after a step."""
+        own = dict(self.deferred.norms) if self.deferred is not None else {}
+        return own | {tall.parameter: tall.norm() for tall in self.ends.trained}
+
     def settle(self) -> None:
         """After weights or state on the host were set from outside."""
         if self.deferred is not None:
             self.deferred.settle()
+        for tall in self.ends.trained:
+            tall.settle()
         self.slots.forget()
 
     def promise(self, factor: float) -> None:
-        """The step is decided; see Deferred.promise."""
+        """The step is decided: updates are made when their weights are fetched next. See Deferred.promise."""
         if self.deferred is not None:
             self.deferred.promise(factor)
+        for tall in self.ends.trained:
+            tall.promise(factor)
 
     def drop(self) -> None:
         """The step's gradients are not used."""
         if self.deferred is not None:
             self.deferred.drop()
+        for tall in self.ends.trained:
+            tall.drop()
 
     @torch.no_grad()
     def flush(self) -> None:
         """Makes every update that is promised; then weights and state on the host are whole and may be read."""
+        for tall in self.ends.trained:
+            tall.flush()
         if self.deferred is None:
             return
         pending = self.deferred.pending
@@ -191,6 +230,36 @@ class Streamed:
             self.deferred.end()
         self.slots.settle()
         self.deferred.wait()
+
+    @contextmanager
+    def visiting(self) -> Iterator[None]:
+        """Inside, updates are made and embedding and head are whole on the device, for evaluation and answers."""
+        self.flush()
+        for tall in self.ends.all:
+            tall.parameter.data = tall.weight_VD.to(self.slots.device)
+        try:
+            yield
+        finally:
+            for tall in self.ends.all:
+                tall.parameter.data = tall.weight_VD
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Embedding and head where they are on the host (None: on the device)."""
+
+    embedding: StreamedEmbedding | None = None
+    head: StreamedHead | None = None
+
+    @property
+    def all(self) -> list[Tall]:
+        """Their matrices, a shared one once."""
+        talls = [end.tall for end in (self.embedding, self.head) if end is not None]
+        return list({id(tall): tall for tall in talls}.values())
+
+    @property
+    def trained(self) -> list[Tall]:
+        return [tall for tall in self.all if tall.updates is not None]
 
 
 def _first_trained(model: Model) -> int:

@@ -37,8 +37,13 @@ def sum_kernel(grad_pointer, ids_pointer, order_pointer, out_pointer, tokens, wi
 
 def backward(grad_ND: Tensor, ids_N: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """[rows, D] in `dtype`: zero but for the rows that ids name. Sums are in fp32, in the order of the tokens."""
-    tokens, width = grad_ND.shape
     sorted_N, order_N = torch.sort(ids_N, stable=True)
+    return backward_sorted(grad_ND, sorted_N, order_N, rows, dtype)
+
+
+def backward_sorted(grad_ND: Tensor, sorted_N: Tensor, order_N: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """The same for tokens that are sorted by id: `sorted_N` the ids, `order_N` each one's row of `grad_ND`."""
+    tokens, width = len(sorted_N), grad_ND.shape[1]
     out_VD = torch.zeros(rows, width, dtype=dtype, device=grad_ND.device)
     if tokens:
         grid = (tokens, triton.cdiv(width, BLOCK))

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from finetune.kernels.norms import tensor_norm
 from finetune.memory.host import host_pages
 from finetune.memory.streaming.flat import ALIGNED
 from finetune.memory.streaming.lanes import Lane, mark, wait
@@ -197,11 +198,3 @@ class Deferred:
             wait(self.device, busy)
         largest = max(unit.pages.numel() for unit in self._units)
         return torch.empty(largest, dtype=torch.uint8, device=self.device), mark(self.device)
-
-
-def tensor_norm(gradient: Tensor) -> Tensor:
-    """The fp32 norm of one gradient, as the resident step takes it."""
-    if gradient.dtype == torch.float32:
-        (norm,) = torch._foreach_norm([gradient])
-        return norm
-    return torch.linalg.vector_norm(gradient, dtype=torch.float32)

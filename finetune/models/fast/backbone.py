@@ -78,9 +78,10 @@ class FastLayers:
         self.fast = fast
         self._backbone: Any = model.backbone
 
-    def begin(self, batch: Batch) -> tuple[Tensor, Inputs]:
-        """[B, S, D], the first block's input, and what every block gets of this batch beside it."""
-        return self._embed(batch), self._inputs(batch)
+    def begin(self, batch: Batch, embedded_BSD: Tensor | None = None) -> tuple[Tensor, Inputs]:
+        """[B, S, D], the first block's input (looked up, unless it is given), and what every block gets of this batch
+        beside it."""
+        return self._embed(batch) if embedded_BSD is None else embedded_BSD, self._inputs(batch)
 
     def _embed(self, batch: Batch) -> Tensor:
         table: Any = self._backbone.embed_tokens
