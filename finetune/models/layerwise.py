@@ -11,7 +11,7 @@ Legend: B rows, S positions, D hidden width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -60,6 +60,10 @@ class Layers:
         made = _listed(masks)
         # Masks are made again at each use: one for every micro-batch would stand for the whole step.
         return seen[0], (batch, [(_without(args, made), _without(kwargs, made)) for args, kwargs in notes])
+
+    def turn(self, number: int) -> AbstractContextManager[None]:
+        """What one block's forward or backward of all batches runs in."""
+        return nullcontext()
 
     def forward(self, number: int, x_BSD: Tensor, inputs: Any) -> Tensor:
         """One block, nothing kept."""

@@ -103,16 +103,20 @@ class Streamed:
         for number in range(count):
             with self.slots.using(number):
                 self._update(number, ahead=True)
-                for at, part in enumerate(parts):
-                    x_BSD = carry[at]
-                    left = self.boundaries.keep(number, at, x_BSD) if number >= self.first else None
-                    with enter(part.batch):
-                        carry[at] = self.layers.forward(number, x_BSD, part.inputs)
-                    # Memory of the input is used again only when its way to the host is over.
-                    wait(self.slots.device, left)
-                    del x_BSD
+                with self.layers.turn(number):
+                    self._forward_block(number, parts, carry, enter)
         if self.deferred is not None:
             self.deferred.end()
+
+    def _forward_block(self, number: int, parts: list[Part], carry: list[Tensor], enter: Any) -> None:
+        for at, part in enumerate(parts):
+            x_BSD = carry[at]
+            left = self.boundaries.keep(number, at, x_BSD) if number >= self.first else None
+            with enter(part.batch):
+                carry[at] = self.layers.forward(number, x_BSD, part.inputs)
+            # Memory of the input is used again only when its way to the host is over.
+            wait(self.slots.device, left)
+            del x_BSD
 
     def _head(self, parts: list[Part], carry: list[Tensor], enter: Any, loss_of: Any) -> list[Tensor]:
         losses = []
@@ -135,15 +139,8 @@ class Streamed:
     def _backward(self, parts: list[Part], carry: list[Tensor], enter: Any) -> None:
         for number in reversed(range(self.first, len(self.model.blocks))):
             with self.slots.using(number):
-                for at, part in enumerate(parts):
-                    x_BSD = self.boundaries.take(number, at)
-                    self._fetch_after(number, at, len(parts))
-                    need = number > self.first or part.edge is not None or self._embedding_trained
-                    with enter(part.batch):
-                        gradient_BSD = self.layers.backward(number, x_BSD, carry[at], part.inputs, need)
-                    self.boundaries.give()
-                    del x_BSD
-                    carry[at] = torch.empty(0) if gradient_BSD is None else gradient_BSD
+                with self.layers.turn(number):
+                    self._backward_block(number, parts, carry, enter)
                 if self.deferred is not None:
                     self.deferred.lower(number)
         for at, part in enumerate(parts):
@@ -152,6 +149,17 @@ class Streamed:
                 carry[at] = torch.empty(0)
         if self._embedding_trained and self.ends.embedding is not None:
             self.ends.embedding.finish(carry)
+
+    def _backward_block(self, number: int, parts: list[Part], carry: list[Tensor], enter: Any) -> None:
+        for at, part in enumerate(parts):
+            x_BSD = self.boundaries.take(number, at)
+            self._fetch_after(number, at, len(parts))
+            need = number > self.first or part.edge is not None or self._embedding_trained
+            with enter(part.batch):
+                gradient_BSD = self.layers.backward(number, x_BSD, carry[at], part.inputs, need)
+            self.boundaries.give()
+            del x_BSD
+            carry[at] = torch.empty(0) if gradient_BSD is None else gradient_BSD
 
     @property
     def _embedding_trained(self) -> bool:

@@ -54,6 +54,17 @@ class _Unit:
     down: Any = None
 
 
+@dataclass
+class _Turn:
+    """Device memory of one unit's pages; `used`: its gradients were read, `down`: its states have left."""
+
+    octets: Tensor
+    state_start: int
+    used: Any
+    down: Any
+    ready: Any = None
+
+
 class Deferred:
     """Updates of the trained tensors in `units`. `make_slice(weight, gradient, states)` builds what `updates` takes."""
 
@@ -63,8 +74,11 @@ class Deferred:
         self.norms: dict[nn.Parameter, Tensor] = {}
         self._up, self._down = Lane(device), Lane(device)
         self._units = [self._unit(parameters) for parameters in units]
-        self._turns: list[tuple[Tensor, Any]] = []
-        self._coming: dict[int, tuple[Tensor, Any]] = {}
+        # Where units differ, what waits for gradients must wait for states too.
+        starts = {unit.state_start for unit in self._units}
+        self._state_start = starts.pop() if len(starts) == 1 else -1
+        self._turns: list[_Turn] = []
+        self._coming: dict[int, _Turn] = {}
         self._leaving: list[tuple[Any, list[Tensor]]] = []
 
     @property
@@ -152,10 +166,13 @@ class Deferred:
         unit = self._units[number]
         if not unit.pending or number in self._coming:
             return
-        octets, busy = self._turn(unit.pages.numel())
-        after = [busy, unit.down]
-        event = self._up.copy(octets[: unit.pages.numel()], unit.pages, after)
-        self._coming[number] = (octets, event)
+        turn = self._turn(unit.pages.numel())
+        # States of the turn's last unit may still be on their way down when its gradients are long used.
+        read = turn.used if self._state_start == unit.state_start else turn.down
+        parts = (slice(0, unit.state_start), read), (slice(unit.state_start, unit.pages.numel()), turn.down)
+        for here, busy in parts:
+            turn.ready = self._up.copy(turn.octets[here], unit.pages[here], [busy, unit.down])
+        self._coming[number] = turn
 
     def apply(self, number: int, make_slice: Any) -> bool:
         """Makes a pending update of a unit whose parameters are bound to the device; True when there was one."""
@@ -163,8 +180,9 @@ class Deferred:
         if not unit.pending:
             return False
         self.ask(number)
-        octets, event = self._coming.pop(number)
-        wait(self.device, event)
+        turn = self._coming.pop(number)
+        octets = turn.octets
+        wait(self.device, turn.ready)
         for tensor, hyper in zip(unit.tensors, unit.pending, strict=True):
             parameter = tensor.parameter
             gradient_N = octets[tensor.gradient].view(parameter.dtype)
@@ -174,14 +192,15 @@ class Deferred:
             self.updates.update(parameter, hyper, make_slice(parameter.data.view(-1), gradient_N, states))
         unit.pending = []
         pairs = [(unit.pages[unit.state_start :], octets[unit.state_start : unit.pages.numel()])]
-        unit.down = self._down.copies(pairs, [mark(self.device)])
-        self._turns.append((octets, unit.down))
+        turn.used = mark(self.device)
+        unit.down = turn.down = self._down.copies(pairs, [turn.used])
+        self._turns.append(turn)
         return True
 
     def end(self) -> None:
         """After a pass over all units: frees the device's memory of updates."""
-        for _, busy in self._turns:
-            wait(self.device, busy)
+        for turn in self._turns:
+            wait(self.device, turn.down)
         self._turns.clear()
 
     def wait(self) -> None:
@@ -190,11 +209,13 @@ class Deferred:
             if unit.down is not None:
                 unit.down.synchronize()
 
-    def _turn(self, count: int) -> tuple[Tensor, Any]:
+    def _turn(self, count: int) -> _Turn:
+        """Memory for one unit's pages. All units of a model have nearly the same layout, so gradients lie over gradients."""
         if len(self._turns) + len(self._coming) >= 2 and self._turns:
-            octets, busy = self._turns.pop(0)
-            if octets.numel() >= count:
-                return octets, busy
-            wait(self.device, busy)
+            turn = self._turns.pop(0)
+            if turn.octets.numel() >= count and turn.state_start == self._state_start:
+                return turn
+            wait(self.device, turn.down)
         largest = max(unit.pages.numel() for unit in self._units)
-        return torch.empty(largest, dtype=torch.uint8, device=self.device), mark(self.device)
+        now = mark(self.device)
+        return _Turn(torch.empty(largest, dtype=torch.uint8, device=self.device), self._state_start, now, now)

@@ -8,6 +8,7 @@ Legend: B rows, S positions, D hidden width.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +98,13 @@ class FastLayers:
         like = torch.empty(0, dtype=self.fast.dtype, device=batch.input_ids.device)
         cos, sin = self._backbone.rotary_emb(like, position_ids=positions)
         return Inputs(cos, sin, _look(self.model, batch, self.fast), self.fast.dtype)
+
+    def turn(self, number: int) -> AbstractContextManager[None]:
+        """What one block's forward or backward of all batches runs in: its weights are decoded once."""
+        block: Any = self.model.blocks[number]
+        with torch.no_grad():
+            within: AbstractContextManager[None] = block.decoding_once(self.fast.dtype)
+        return within
 
     def forward(self, number: int, x_BSD: Tensor, inputs: Inputs) -> Tensor:
         """One block, nothing kept."""

@@ -10,7 +10,8 @@ Legend: B rows, S positions, D hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from finetune.kernels.gated_mlp import MlpLeaves, gated_mlp
 from finetune.kernels.rms_norm import add_rms_norm, rms_norm
 from finetune.kernels.rotary import rotary_
 from finetune.models.fast.attention import Look, attend
-from finetune.models.fast.projections import leaf, plain
+from finetune.models.fast.projections import decoded_once, leaf, plain
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class FastBlock(nn.Module):
         # Outside the module tree: its submodules are already this one's.
         self._layer = (layer,)
         self.recompute = False
+        self.decoded: dict[nn.Module, Tensor] = {}
         self._gradient_checkpointing_func: Callable[..., Tensor] | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -73,6 +75,16 @@ class FastBlock(nn.Module):
         if self.recompute and self.training and torch.is_grad_enabled():
             return _Recomputed.apply(x_BSD, self, inputs, leaves, *leaves.tensors())
         return self.whole(x_BSD, inputs, leaves)
+
+    @contextmanager
+    def decoding_once(self, dtype: torch.dtype) -> Iterator[None]:
+        """Inside, weights stored in 4 or 8 bits are decoded once and kept, for many batches one after the other."""
+        linears = [getattr(self.self_attn, name) for name in ATTENTION] + [getattr(self.mlp, name) for name in MLP]
+        self.decoded = decoded_once(linears, dtype)
+        try:
+            yield
+        finally:
+            self.decoded = {}
 
     def whole_of(self, x_BSD: Tensor, inputs: Inputs) -> Tensor:
         """The block with its weights as they are now."""
@@ -142,8 +154,8 @@ class _Leaves:
             tuple(norm.weight for norm in norms),
             tuple(norm.variance_epsilon for norm in norms),
             tuple(getattr(attention, name).weight for name in HEAD_NORMS if hasattr(attention, name)),
-            tuple(leaf(getattr(attention, name), dtype) for name in ATTENTION),
-            MlpLeaves(*(leaf(getattr(gated, name), dtype) for name in MLP)),
+            tuple(leaf(getattr(attention, name), dtype, block.decoded) for name in ATTENTION),
+            MlpLeaves(*(leaf(getattr(gated, name), dtype, block.decoded) for name in MLP)),
         )
 
     def upper_tensors(self) -> tuple[Tensor | None, ...]:

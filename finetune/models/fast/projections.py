@@ -6,7 +6,7 @@ plain LoRA (several adapters, DoRA, biases of adapters) has no leaf, and the blo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -35,13 +35,16 @@ def plain(module: nn.Module) -> bool:
     return not special and dropouts and all(name in layer.lora_A for name in names)
 
 
-def leaf(module: nn.Module, dtype: torch.dtype) -> Leaf:
-    """The module's weights as they act now: an adapter that is switched off or merged is left out."""
+def leaf(module: nn.Module, dtype: torch.dtype, decoded: Mapping[nn.Module, Tensor] | None = None) -> Leaf:
+    """The module's weights as they act now: an adapter that is switched off or merged is left out.
+
+    `decoded` holds weights that were decoded before, by the linear that stores them.
+    """
     base: Any = _base(module)
     weight = base.weight
     trained = weight.requires_grad
     bias = getattr(base, "bias", None)
-    frozen = None if trained else _decoded(base, dtype)
+    frozen = None if trained else _decoded(base, dtype, decoded or {})
     return Leaf(frozen, weight if trained else None, bias, _adapter(module))
 
 
@@ -49,9 +52,15 @@ def _base(module: Any) -> nn.Module:
     return module.get_base_layer() if hasattr(module, "lora_A") else module
 
 
-def _decoded(base: nn.Module, dtype: torch.dtype) -> Callable[[], Tensor]:
+def decoded_once(modules: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Module, Tensor]:
+    """The decoded weight of each of these linears that is stored in 4 or 8 bits."""
+    bases = [_base(module) for module in modules]
+    return {base: dequantised(base).to(dtype) for base in bases if type(base) is not nn.Linear}
+
+
+def _decoded(base: nn.Module, dtype: torch.dtype, known: Mapping[nn.Module, Tensor]) -> Callable[[], Tensor]:
     def weight() -> Tensor:
-        return dequantised(base).to(dtype)
+        return known[base] if base in known else dequantised(base).to(dtype)
 
     return weight
 
