@@ -279,7 +279,7 @@ def _panel(axis: Any, spans: list[Span], rows: list[str], window: tuple[float, f
         mine = [span for span in spans if span.row == row and span.start < last and span.start + span.length > first]
         bars = [(1e3 * start, 1e3 * (stop - start)) for start, stop in joined(mine, gap)]
         colour = COLOURS[row.split(" ")[0]]
-        axis.broken_barh(bars, (height - 0.38, 0.76), facecolors=colour, linewidth=0)
+        axis.broken_barh(bars, (height - 0.38, 0.76), facecolors=colour, linewidth=0, snap=False)
     axis.set_yticks(range(len(rows)), list(reversed(rows)), fontsize=8)
     axis.set_xlim(1e3 * first, 1e3 * last)
     axis.set_ylim(-0.6, len(rows) - 0.4)
