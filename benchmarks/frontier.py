@@ -8,7 +8,8 @@
 The 8B shape with random weights, unpacked rows of 2,048 tokens, all full. `lora`: rank 16 on all linear layers, bf16 base;
 `qlora`: the same over NF4; `full`: every parameter in bf16, rounded stochastically, 8-bit AdamW, embedding and head with
 32-bit state, the global norm clipped at 1. `--blocks resident` keeps the weights on the GPU and recomputes every block, as a
-streamed step does; a number streams all but so many blocks. `--place` says where a streamed step keeps the inputs of blocks.
+streamed step does; a number streams all but so many blocks. `--place` says where a streamed step keeps the inputs of blocks, `--ends` where its embedding and
+head are.
 
 Cells of a method run one after the other in one process, each a whole `finetune.run` of its own, so they share imports,
 the CUDA context and compiled kernels, and nothing else: before a cell everything of the last one is collected and the
@@ -58,6 +59,7 @@ class Cell:
     micro: int
     slots: int
     place: str
+    ends: str
     model: str
     length: int
     pins: tuple[str, ...] = ()
@@ -79,12 +81,13 @@ def recipe_of(cell: Cell, rows: Path, folder: Path, steps: int) -> dict[str, Any
         "loss_chunk": min(1024, cell.length),
         "optimizer_in_backward": False,
         "optimizer_placement": "device",
-        "embedding_placement": "host" if streamed and not full else "device",
+        "embedding_placement": cell.ends if streamed else "device",
+        "fast_block": True,
         "probe": False,
         "weights": "streamed" if streamed else "resident",
     }
     if streamed:
-        plan |= {"resident_blocks": cell.blocks, "slots": cell.slots}
+        plan |= {"resident_blocks": cell.blocks, "slots": cell.slots, "head_placement": cell.ends}
     plan |= dict(pin.split("=", 1) for pin in cell.pins)
     adapter = {"kind": "none"} if full else {"kind": "lora", "rank": 16, "alpha": 16, "targets": "all-linear"}
     return {
@@ -138,7 +141,9 @@ def measure(cell: Cell, place: Path, steps: int) -> dict[str, Any]:
         summary = run.summary
     made = [line for line in lines if "loss" in line]
     if any(line["tokens"] != cell.tokens for line in made):
-        raise RuntimeError(f"a step had {[line['tokens'] for line in made]} tokens, not {cell.tokens}: the rows are short")
+        raise RuntimeError(
+            f"a step had {[line['tokens'] for line in made]} tokens, not {cell.tokens}: the rows are short"
+        )
     seconds = [line["seconds"] for line in made]
     median = statistics.median(seconds[WARM:])
     on_gpu = torch.cuda.is_available()
@@ -222,7 +227,7 @@ def chosen(arguments: argparse.Namespace) -> Iterator[Cell]:
     ):
         cell = Cell(
             method, count, resident, min(micro, count), slots[0] if resident is None else slot,
-            arguments.place, arguments.model, arguments.length, tuple(arguments.pin), arguments.label,
+            arguments.place, arguments.ends, arguments.model, arguments.length, tuple(arguments.pin), arguments.label,
         )  # fmt: skip
         if count % arguments.length or cell.micro % arguments.length:
             raise SystemExit(f"--tokens and --micro are whole rows of {arguments.length} tokens: {cell.name}")
@@ -232,10 +237,10 @@ def chosen(arguments: argparse.Namespace) -> Iterator[Cell]:
 
 
 def key(line: dict[str, Any]) -> str:
-    """What makes two measurements the same cell; of a resident one slots and place say nothing."""
+    """What makes two measurements the same cell; of a resident one slots and placements say nothing."""
     fields = {name: line[name] for name in Cell.__dataclass_fields__}
     if fields["blocks"] is None:
-        fields |= {"slots": 0, "place": ""}
+        fields |= {"slots": 0, "place": "", "ends": ""}
     return json.dumps(fields, sort_keys=True)
 
 
@@ -266,10 +271,17 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--tokens", default="32k,16k,64k,8k,4k", help="tokens a step")
-    parser.add_argument("--blocks", default="resident,0,16,8,24,32", help="resident blocks of a streamed run, or `resident`")
+    parser.add_argument(
+        "--blocks", default="resident,0,16,8,24,32", help="resident blocks of a streamed run, or `resident`"
+    )
     parser.add_argument("--micro", default="4k", help="tokens of a micro-batch")
     parser.add_argument("--slots", default="2")
-    parser.add_argument("--place", choices=("host", "device"), default="host", help="where the inputs of blocks are kept")
+    parser.add_argument(
+        "--place", choices=("host", "device"), default="host", help="where the inputs of blocks are kept"
+    )
+    parser.add_argument(
+        "--ends", choices=("host", "device"), default="host", help="where embedding and head are, streamed"
+    )
     parser.add_argument("--pin", action="append", default=[], metavar="KEY=VALUE", help="plan.KEY=VALUE of every cell")
     parser.add_argument("--model", default="builtin:llama3-8b-random", help="model.path")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a row")

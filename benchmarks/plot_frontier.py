@@ -34,11 +34,15 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def chosen(lines: list[dict[str, Any]], micro: int, slots: int, label: str | None) -> list[dict[str, Any]]:
-    """The last line of each cell with this micro-batch and so many slots, measured on a GPU."""
+def chosen(
+    lines: list[dict[str, Any]], micro: int, slots: int, label: str | None, placed: tuple[str, str] = ("host", "host")
+) -> list[dict[str, Any]]:
+    """The last line of each cell with this micro-batch, so many slots and these placements (of boundaries, of embedding and
+    head), measured on a GPU."""
     last: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in lines:
-        fits = line["micro"] == min(micro, line["tokens"]) and (line["blocks"] is None or line["slots"] == slots)
+        streamed = (line["slots"], line["place"], line["ends"]) == (slots, *placed)
+        fits = line["micro"] == min(micro, line["tokens"]) and (line["blocks"] is None or streamed)
         if fits and line["peak_gib"] is not None and label in (None, line["label"]):
             last[line["method"], line["tokens"], line["blocks"]] = line
     return list(last.values())
@@ -131,10 +135,13 @@ def main() -> int:
     parser.add_argument("--peers", type=Path, default=HERE / "results" / "peers.jsonl")
     parser.add_argument("--micro", type=frontier.size, default=4096)
     parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--place", choices=("host", "device"), default="host")
+    parser.add_argument("--ends", choices=("host", "device"), default="host")
     parser.add_argument("--label", help="only lines of this label; default: of any")
     parser.add_argument("--out", type=Path, default=PICTURE)
     arguments = parser.parse_args()
-    lines = chosen(read(arguments.results), arguments.micro, arguments.slots, arguments.label)
+    placed = (arguments.place, arguments.ends)
+    lines = chosen(read(arguments.results), arguments.micro, arguments.slots, arguments.label, placed)
     if not lines:
         print(f"{arguments.results} has no cell on a GPU with this micro-batch and so many slots", file=sys.stderr)
         return 2

@@ -31,11 +31,18 @@ MARK = 1_000_016
 MARK_STEP = 16
 ROWS = (
     "compute", "weights up", "weights down", "gradients and state up", "gradients and state down", "boundaries up",
-    "boundaries down", "other copies",
+    "boundaries down", "embedding and head up", "embedding and head down", "other copies",
 )  # fmt: skip
-OWNERS = {"boundaries": "boundaries", "deferred": "gradients and state"}
-"""By a word of the lane's path: what it carries; every other lane carries weights."""
-COLOURS = {"compute": "#444444", "weights": "#1c64a8", "gradients": "#2a8f6d", "boundaries": "#d95f02", "other": "#999999"}
+OWNERS = {"boundaries": "boundaries", "deferred": "gradients and state", "ends": "embedding and head"}
+"""By a part of the lane's path: what it carries; every other lane carries weights of blocks."""
+COLOURS = {
+    "compute": "#444444",
+    "weights": "#1c64a8",
+    "gradients": "#2a8f6d",
+    "boundaries": "#d95f02",
+    "embedding": "#7b5ea7",
+    "other": "#999999",
+}
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ def row_of(path: str, name: str) -> str:
     up = "HtoD" in name
     if not path or not (up or "DtoH" in name):
         return "other copies"
-    owner = next((owner for word, owner in OWNERS.items() if word in path), "weights")
+    owner = next((owner for part, owner in OWNERS.items() if part in path.split(".")), "weights")
     return f"{owner} {'up' if up else 'down'}"
 
 
@@ -109,7 +116,11 @@ def spans_of(events: Iterable[dict[str, Any]], marks: dict[int, str]) -> list[Sp
     for event in kept:
         copy = event["cat"] == "gpu_memcpy" and "DtoD" not in event["name"]
         row = row_of(lane_of_stream.get(_stream(event), ""), event["name"]) if copy else "compute"
-        spans.append(Span(row, round((event["ts"] - starts) / 1e6, 8), round(event["dur"] / 1e6, 9), _bytes(event) if copy else 0))
+        spans.append(
+            Span(
+                row, round((event["ts"] - starts) / 1e6, 8), round(event["dur"] / 1e6, 9), _bytes(event) if copy else 0
+            )
+        )
     return spans
 
 
@@ -166,7 +177,7 @@ def record(arguments: argparse.Namespace) -> dict[str, Any]:
     place.mkdir(parents=True, exist_ok=True)
     cell = frontier.Cell(
         arguments.method, arguments.tokens, arguments.blocks, min(arguments.micro, arguments.tokens), arguments.slots,
-        arguments.place, arguments.model, arguments.length, tuple(arguments.pin),
+        arguments.place, arguments.ends, arguments.model, arguments.length, tuple(arguments.pin),
     )  # fmt: skip
     steps = frontier.WARM + 2
     rows = frontier.rows_file(place, cell.tokens // cell.length * steps, cell.length)
@@ -304,11 +315,16 @@ def arguments_of(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro", type=frontier.size, default=4096, help="tokens of a micro-batch")
     parser.add_argument("--blocks", type=int, default=0, help="resident blocks")
     parser.add_argument("--slots", type=int, default=2)
-    parser.add_argument("--place", choices=("host", "device"), default="host", help="where the inputs of blocks are kept")
+    parser.add_argument(
+        "--place", choices=("host", "device"), default="host", help="where the inputs of blocks are kept"
+    )
+    parser.add_argument("--ends", choices=("host", "device"), default="host", help="where embedding and head are")
     parser.add_argument("--pin", action="append", default=[], metavar="KEY=VALUE", help="plan.KEY=VALUE")
     parser.add_argument("--model", default="builtin:llama3-8b-random", help="model.path")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
-    parser.add_argument("--zoom", type=window, action="append", help="a part of the step to be drawn large, as 0.6:0.66")
+    parser.add_argument(
+        "--zoom", type=window, action="append", help="a part of the step to be drawn large, as 0.6:0.66"
+    )
     parser.add_argument("--spans", type=Path, help="a file of an earlier recording to draw")
     parser.add_argument("--keep", type=Path, help="where the recording goes; default: beside the picture")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "finetune-frontier")

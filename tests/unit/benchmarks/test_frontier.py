@@ -90,7 +90,9 @@ def test_cells_that_are_present_are_left_out(script: Any, tmp_path: Path) -> Non
     out.write_text(json.dumps({**asdict(resident), "tokens_per_s": 5}) + "\n")
     there = frontier.present(out)
     assert frontier.key(asdict(resident)) in there
-    assert frontier.key(asdict(replace(resident, slots=3, place="device"))) in there  # a resident run has neither
+    assert (
+        frontier.key(asdict(replace(resident, slots=3, place="device", ends="device"))) in there
+    )  # a resident run has neither
     assert frontier.key(asdict(replace(resident, label="again"))) not in there
     assert frontier.key(asdict(streamed)) not in there
     assert frontier.present(tmp_path / "none") == set()
@@ -101,10 +103,29 @@ def test_resident_and_streamed_cells_in_one_process_have_the_same_losses(
     script: Any, tmp_path: Path, method: str
 ) -> None:
     frontier = script("frontier")
-    words = ["--quick", "--methods", method, "--tokens", "128", "--micro", "64", "--blocks", "resident,0,1", "--slots", "3"]
-    lines = [frontier.measure(cell, tmp_path, 3) for cell in frontier.chosen(frontier.arguments_of(words))]
-    assert [line["blocks"] for line in lines] == [None, 0, 1]
-    assert len({(line["loss_first"], line["loss_last"], line["grad_norm_last"]) for line in lines}) == 1
+    words = [
+        "--quick",
+        "--methods",
+        method,
+        "--tokens",
+        "128",
+        "--micro",
+        "64",
+        "--blocks",
+        "resident,0,1",
+        "--slots",
+        "3",
+    ]
+    lines = []
+    for ends in ("device", "host"):
+        cells = list(frontier.chosen(frontier.arguments_of([*words, "--ends", ends])))
+        lines += [frontier.measure(cell, tmp_path, 3) for cell in cells[ends == "host" :]]
+    assert [line["blocks"] for line in lines] == [None, 0, 1, 0, 1]
+    figures = [(line["loss_first"], line["loss_last"], line["grad_norm_last"]) for line in lines]
+    assert figures[1] == figures[2] == figures[0]
+    assert figures[3] == figures[4]
+    # The head's sums are in another order; bf16 weights round them.
+    assert figures[3] == pytest.approx(figures[0], rel=1e-5 if method != "full" else 2e-3)
     for line in lines:
         assert len(line["seconds"]) == 3
         assert line["seconds_per_step"] == line["seconds"][2]
@@ -118,7 +139,9 @@ def test_the_plot_takes_the_last_line_of_each_cell(script: Any, tmp_path: Path, 
     from dataclasses import asdict
 
     lines = []
-    for number, cell in enumerate(frontier.chosen(frontier.arguments_of(["--tokens", "8k,4k", "--blocks", "8,resident,0"]))):
+    for number, cell in enumerate(
+        frontier.chosen(frontier.arguments_of(["--tokens", "8k,4k", "--blocks", "8,resident,0"]))
+    ):
         measured = {"peak_gib": 3.0 + number, "tokens_per_s": 1000 + number, "gpu": "a GPU"}
         lines += [{**asdict(cell), **measured, "tokens_per_s": 1}, {**asdict(cell), **measured}]
     lines.append({**lines[0], "peak_gib": None})
@@ -130,6 +153,7 @@ def test_the_plot_takes_the_last_line_of_each_cell(script: Any, tmp_path: Path, 
         4096: [0, 8], 8192: [0, 8],
     }  # fmt: skip
     assert plot.chosen(lines, 4096, 2, "other") == []
+    assert {line["blocks"] for line in plot.chosen(lines, 4096, 2, None, ("host", "device"))} == {None}
 
     results, out = tmp_path / "lines.jsonl", tmp_path / "pictures" / "frontier.png"
     results.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -37,11 +37,26 @@ def down(stream: int, start: float, length: float, octets: int) -> dict[str, Any
 
 def trace(timeline: Any) -> tuple[list[dict[str, Any]], dict[int, str]]:
     """A step of two blocks after the marks of five lanes, one of which copies nothing; and the marks."""
-    lanes = {UP: "slots.up", DOWN: "slots.down", KEPT_UP: "boundaries.up", KEPT_DOWN: "boundaries.down", 40: "deferred._up"}
+    lanes = {
+        UP: "slots.up",
+        DOWN: "slots.down",
+        KEPT_UP: "boundaries.up",
+        KEPT_DOWN: "boundaries.down",
+        40: "deferred._up",
+    }
     marks = {timeline.MARK + timeline.MARK_STEP * at: path for at, path in enumerate(lanes.values())}
     events = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "python"}},
-        {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1, "ts": 1e9, "dur": 4.0, "args": {}},
+        {
+            "ph": "X",
+            "cat": "cuda_runtime",
+            "name": "cudaLaunchKernel",
+            "pid": 1,
+            "tid": 1,
+            "ts": 1e9,
+            "dur": 4.0,
+            "args": {},
+        },
         event("kernel", "fill", COMPUTE, 0.0, 2.0),
     ]
     events += [up(stream, 10.0 * at, 3.0, count) for at, (stream, count) in enumerate(zip(lanes, marks, strict=True))]
@@ -67,7 +82,7 @@ def test_copies_are_of_the_lane_whose_mark_their_stream_carried(script: Any) -> 
     rows = {row: [span for span in spans if span.row == row] for row in timeline.ROWS}
     assert {row: len(found) for row, found in rows.items()} == {
         "compute": 4, "weights up": 2, "weights down": 1, "gradients and state up": 0, "gradients and state down": 0,
-        "boundaries up": 1, "boundaries down": 1, "other copies": 2,
+        "boundaries up": 1, "boundaries down": 1, "embedding and head up": 0, "embedding and head down": 0, "other copies": 2,
     }  # fmt: skip
     first = rows["weights up"][0]
     assert (first.start, first.length, first.bytes) == (0.0, 0.0004, 20_000_000)  # marks and what was before are out
@@ -99,6 +114,9 @@ def test_every_lane_of_a_streamed_step_is_found(script: Any) -> None:
     from finetune.memory.streaming.deferred import Deferred
     from finetune.memory.streaming.flat import Flat
     from finetune.memory.streaming.slots import Slots
+    from finetune.memory.streaming.tall import Tall
+    from finetune.train.streamed import Ends
+    from finetune.train.streamed_ends import StreamedHead
 
     timeline = script("timeline")
     device = torch.device("cpu")
@@ -111,16 +129,23 @@ def test_every_lane_of_a_streamed_step_is_found(script: Any) -> None:
         __module__ = "finetune.train.streamed"
 
     step = Step()
-    vars(step).update(slots=slots, again=slots, deferred=Deferred(None, [], device), boundaries=Boundaries(device, True))
+    tall = Tall(torch.nn.Parameter(torch.zeros(6, 4)), device)
+    ends = Ends(None, StreamedHead(None, tall, torch.float32))
+    vars(step).update(
+        slots=slots, again=slots, deferred=Deferred(None, [], device), boundaries=Boundaries(device, True)
+    )
+    vars(step).update(ends=ends)
     lanes = timeline.lanes_of(step)
     assert sorted(lanes) == [
-        "boundaries.down", "boundaries.up", "deferred._down", "deferred._up", "slots.down", "slots.up",
+        "boundaries.down", "boundaries.up", "deferred._down", "deferred._up", "ends.head.tall._down", "ends.head.tall._up",
+        "slots.down", "slots.up",
     ]  # fmt: skip
     assert lanes["slots.up"] is slots.up
     up_name, down_name = "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pinned)"
     assert timeline.row_of("deferred._up", up_name) == "gradients and state up"
     assert timeline.row_of("boundaries.down", down_name) == "boundaries down"
-    assert timeline.row_of("head.up", up_name) == "weights up"
+    assert timeline.row_of("ends.head.tall._up", up_name) == "embedding and head up"
+    assert timeline.row_of("slots.up", up_name) == "weights up"
     assert timeline.row_of("", up_name) == "other copies"
     assert timeline.lanes_of(None) == {}
 
@@ -143,6 +168,8 @@ def test_a_recording_is_drawn_where_there_is_no_gpu(script: Any, tmp_path: Path,
 
 def test_without_a_gpu_it_says_that_it_needs_one(tmp_path: Path) -> None:
     words = [sys.executable, str(SCRIPTS / "timeline.py"), "--out", str(tmp_path / "t.png")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env={"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": "."})
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=120, env={"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": "."}
+    )
     assert done.returncode == 2
     assert done.stderr.strip() == "a timeline is of a GPU, and there is none here; --spans FILE draws a recording"
