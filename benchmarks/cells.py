@@ -50,13 +50,16 @@ def in_turn(
 
     The process is this Python with `command --cells JSON`; it prints `begin N`, then the cell's line or `failed N why`. One
     that is over its time is ended, and the cells after it get a new process; so they do where the process ends by itself.
-    Returns how many failed. Cells that there is no time for are named and do not count.
+    Returns how many failed. Cells that there is no time for (less is left than the longest took) are named and do not
+    count.
     """
     failed, left = 0, list(named)
     while left and time.monotonic() < limits.ends:
         bad, finished = _one_process(command, left, limits, begins, out)
         failed += bad
         left = left[finished:]
+        if finished == 0:
+            break
     if left:
         print(f"no time for {len(left)}: {'; '.join(name for name, _ in left)}", flush=True)
     return failed
@@ -70,7 +73,7 @@ def _one_process(
     process = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     lines: queue.Queue[str | None] = queue.Queue()
     threading.Thread(target=_read, args=(process, lines), daemon=True).start()
-    failed, over, at, started = 0, 0, -1, time.monotonic()
+    failed, over, at, started, longest = 0, 0, -1, time.monotonic(), 0.0
     said: list[str] = []
     while True:
         ends = min(limits.ends, started + limits.cell)
@@ -89,13 +92,17 @@ def _one_process(
         word, _, rest = line.partition(" ")
         if word == "begin" and rest.isdigit():
             at, started = int(rest), time.monotonic()
+            if started + longest > limits.ends:
+                process.kill()
+                process.wait()
+                return failed, over
         elif word == "failed" and at == over:
             print(f"{named[at][0]} failed: {rest.partition(' ')[2]}", flush=True)
             failed, over = failed + 1, over + 1
         elif line.startswith(begins):
             print(line, flush=True)
             _append(line, out)
-            over += 1
+            over, longest = over + 1, max(longest, time.monotonic() - started)
     process.wait()
     if process.returncode in (0, 3) and over:
         return failed, over

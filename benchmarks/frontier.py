@@ -182,6 +182,9 @@ def release() -> float:
     if not torch.cuda.is_available():
         return 0.0
     torch.cuda.synchronize()
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()  # torch keeps them for the process; the next run takes its own
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return float(torch.cuda.memory_allocated())

@@ -23,6 +23,7 @@ for at, cell in enumerate(cells):
     elif cell["do"] == "die":
         os._exit(9)
     else:
+        time.sleep(2.0 if cell["do"] == "slow" else 0.0)
         print(json.dumps({"method": "lora", "name": cell["name"], "process": os.getpid()}), flush=True)
         if cell["do"] == "leave":
             sys.exit(3)
@@ -62,6 +63,9 @@ def test_what_there_is_no_time_for_is_named_and_does_not_count(script: Any, tmp_
     failed, lines = turn(script, tmp_path, "run", "hang", "run", ends=3.0)
     assert (failed, [line["name"] for line in lines]) == (0, [0])
     assert "no time for 2: 1; 2" in capsys.readouterr().out
+    failed, lines = turn(script, tmp_path, "slow", "slow", ends=3.5)  # the second would be cut off
+    assert (failed, [line["name"] for line in lines]) == (0, [0, 0])
+    assert "no time for 1: 1" in capsys.readouterr().out
 
 
 def test_cells_are_whole_rows_and_a_resident_one_is_asked_for_once(script: Any) -> None:
