@@ -55,10 +55,10 @@ def in_turn(
     """
     failed, left = 0, list(named)
     while left and time.monotonic() < limits.ends:
-        bad, finished = _one_process(command, left, limits, begins, out)
+        bad, finished, late = _one_process(command, left, limits, begins, out)
         failed += bad
         left = left[finished:]
-        if finished == 0:
+        if late:
             break
     if left:
         print(f"no time for {len(left)}: {'; '.join(name for name, _ in left)}", flush=True)
@@ -67,8 +67,8 @@ def in_turn(
 
 def _one_process(
     command: list[str], named: list[tuple[str, dict[str, Any]]], limits: Limits, begins: str, out: Path | None
-) -> tuple[int, int]:
-    """(cells that failed, cells that are over, the failed ones among them)."""
+) -> tuple[int, int, bool]:
+    """(cells that failed, cells that are over, the failed ones among them; whether there is no time for more)."""
     asked = [sys.executable, *command, "--cells", json.dumps([values for _, values in named])]
     process = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     lines: queue.Queue[str | None] = queue.Queue()
@@ -83,9 +83,9 @@ def _one_process(
             process.kill()
             process.wait()
             if time.monotonic() >= limits.ends:
-                return failed, over  # the one that was cut off is still to be measured
+                return failed, over, True  # the one that was cut off is still to be measured
             print(f"{named[over][0]} took longer than {limits.cell:.0f} s", flush=True)
-            return failed + 1, over + 1
+            return failed + 1, over + 1, False
         if line is None:
             break
         said = [*said[-40:], line]
@@ -95,7 +95,7 @@ def _one_process(
             if started + longest > limits.ends:
                 process.kill()
                 process.wait()
-                return failed, over
+                return failed, over, True
         elif word == "failed" and at == over:
             print(f"{named[at][0]} failed: {rest.partition(' ')[2]}", flush=True)
             failed, over = failed + 1, over + 1
@@ -105,9 +105,9 @@ def _one_process(
             over, longest = over + 1, max(longest, time.monotonic() - started)
     process.wait()
     if process.returncode in (0, 3) and over:
-        return failed, over
+        return failed, over, False
     print(f"{named[over][0]} ended its process ({process.returncode}):\n" + "\n".join(said[-15:]), flush=True)
-    return failed + 1, over + 1
+    return failed + 1, over + 1, False
 
 
 def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
