@@ -82,6 +82,8 @@ def _one_process(
         except queue.Empty:
             process.kill()
             process.wait()
+            if over == len(named):  # all is measured; it only did not end
+                return failed, over, False
             if time.monotonic() >= limits.ends:
                 return failed, over, True  # the one that was cut off is still to be measured
             print(f"{named[over][0]} took longer than {limits.cell:.0f} s", flush=True)
@@ -104,7 +106,7 @@ def _one_process(
             _append(line, out)
             over, longest = over + 1, max(longest, time.monotonic() - started)
     process.wait()
-    if process.returncode in (0, 3) and over:
+    if over == len(named) or (process.returncode in (0, 3) and over):
         return failed, over, False
     print(f"{named[over][0]} ended its process ({process.returncode}):\n" + "\n".join(said[-15:]), flush=True)
     return failed + 1, over + 1, False
