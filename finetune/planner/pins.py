@@ -47,6 +47,12 @@ def check_built(recipe: Recipe, shape: Shape, ranks: int) -> None:
             "plan.slots",
             "plan.weights=streamed, or leave it auto",
         )
+    if recipe.plan.head_placement == "host" and recipe.plan.weights != "streamed":
+        raise InputError(
+            "plan.head_placement=host, but only a streamed step takes the head through the device in parts",
+            "plan.head_placement",
+            "plan.weights=streamed, or plan.head_placement=device",
+        )
     if recipe.plan.weights == "streamed":
         _check_streamed(recipe, ranks)
     if recipe.plan.data not in ("auto", ranks):
