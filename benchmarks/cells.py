@@ -43,12 +43,10 @@ class Limits:
     ends: float
 
 
-def in_turn(
-    command: list[str], named: list[tuple[str, dict[str, Any]]], limits: Limits, begins: str, out: Path | None
-) -> int:
+def in_turn(command: list[str], named: list[tuple[str, Any]], limits: Limits, begins: str, out: Path | None) -> int:
     """Runs many cells in as few processes as there can be; appends each line that begins so to `out` as soon as it is there.
 
-    The process is this Python with `command --cells JSON`; it prints `begin N`, then the cell's line or `failed N why`. One
+    The process is this Python with `command --cells JSON`; it prints `begin N`, the cell's lines, `done N` or `failed N why`. One
     that is over its time is ended, and the cells after it get a new process; so they do where the process ends by itself.
     Returns how many failed. Cells that there is no time for (less is left than the longest took) are named and do not
     count.
@@ -66,7 +64,7 @@ def in_turn(
 
 
 def _one_process(
-    command: list[str], named: list[tuple[str, dict[str, Any]]], limits: Limits, begins: str, out: Path | None
+    command: list[str], named: list[tuple[str, Any]], limits: Limits, begins: str, out: Path | None
 ) -> tuple[int, int, bool]:
     """(cells that failed, cells that are over, the failed ones among them; whether there is no time for more)."""
     asked = [sys.executable, *command, "--cells", json.dumps([values for _, values in named])]
@@ -101,10 +99,11 @@ def _one_process(
         elif word == "failed" and at == over:
             print(f"{named[at][0]} failed: {rest.partition(' ')[2]}", flush=True)
             failed, over = failed + 1, over + 1
+        elif word == "done" and at == over:
+            over, longest = over + 1, max(longest, time.monotonic() - started)
         elif line.startswith(begins):
             print(line, flush=True)
             _append(line, out)
-            over, longest = over + 1, max(longest, time.monotonic() - started)
     process.wait()
     if over == len(named) or (process.returncode in (0, 3) and over):
         return failed, over, False

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import frontier
+import frontier_run
 
 HERE = Path(__file__).parent
 PICTURE = HERE.parent / "docs" / "pictures" / "streaming-timeline.png"
@@ -175,12 +176,12 @@ def record(arguments: argparse.Namespace) -> dict[str, Any]:
 
     place = arguments.folder
     place.mkdir(parents=True, exist_ok=True)
-    cell = frontier.Cell(
+    cell = frontier_run.Cell(
         arguments.method, arguments.tokens, arguments.blocks, min(arguments.micro, arguments.tokens), arguments.slots,
         arguments.place, arguments.ends, arguments.model, arguments.length, tuple(arguments.pin),
     )  # fmt: skip
-    steps = frontier.WARM + 2
-    rows = frontier.rows_file(place, cell.tokens // cell.length * steps, cell.length)
+    steps = 4
+    rows = frontier_run.rows_file(place, cell.tokens // cell.length * steps, cell.length)
     own, spans = loop.train_step, []
 
     def traced(job: Any, *rest: Any) -> Any:
@@ -196,7 +197,7 @@ def record(arguments: argparse.Namespace) -> dict[str, Any]:
     loop.train_step = traced
     try:
         with tempfile.TemporaryDirectory(dir=place) as folder:
-            finetune.run(frontier.recipe_of(cell, rows, Path(folder) / "run", steps))
+            finetune.run(frontier_run.recipe_of(cell, rows, Path(folder) / "run", steps))
     finally:
         loop.train_step = own
     return {

@@ -25,6 +25,7 @@ for at, cell in enumerate(cells):
     else:
         time.sleep(2.0 if cell["do"] == "slow" else 0.0)
         print(json.dumps({"method": "lora", "name": cell["name"], "process": os.getpid()}), flush=True)
+        print(f"done {at}", flush=True)
         if cell["do"] == "leave":
             sys.exit(3)
 """
@@ -106,36 +107,45 @@ def test_cells_that_are_present_are_left_out(script: Any, tmp_path: Path) -> Non
 def test_resident_and_streamed_cells_in_one_process_have_the_same_losses(
     script: Any, tmp_path: Path, method: str
 ) -> None:
-    frontier = script("frontier")
-    words = [
-        "--quick",
-        "--methods",
-        method,
-        "--tokens",
-        "128",
-        "--micro",
-        "64",
-        "--blocks",
-        "resident,0,1",
-        "--slots",
-        "3",
-    ]
-    lines = []
+    frontier, run = script("frontier"), script("frontier_run")
+    words = f"--quick --methods {method} --tokens 64,128 --micro 64 --blocks resident,0,1 --slots 3".split()
+    lines: list[Any] = []
     for ends in ("device", "host"):
         cells = list(frontier.chosen(frontier.arguments_of([*words, "--ends", ends])))
-        lines += [frontier.measure(cell, tmp_path, 3) for cell in cells[ends == "host" :]]
-    assert [line["blocks"] for line in lines] == [None, 0, 1, 0, 1]
-    figures = [(line["loss_first"], line["loss_last"], line["grad_norm_last"]) for line in lines]
-    assert figures[1] == figures[2] == figures[0]
-    assert figures[3] == figures[4]
+        for family in frontier.families(cells)[ends == "host" :]:
+            run.measure(family, tmp_path, 1, lines.append)
+    assert [(line["blocks"], line["tokens"]) for line in lines] == [
+        (blocks, tokens) for blocks in (None, 0, 1, 0, 1) for tokens in (64, 128)
+    ]
+    cells = [[line[name] for name in ("loss_first", "loss_last", "grad_norm_last")] for line in lines]
+    resident, *streamed = [cells[at] + cells[at + 1] for at in range(0, 10, 2)]
+    assert streamed[0] == streamed[1] == resident
+    assert streamed[2] == streamed[3]
     # The head's sums are in another order; bf16 weights round them.
-    assert figures[3] == pytest.approx(figures[0], rel=1e-5 if method != "full" else 2e-3)
+    assert streamed[2] == pytest.approx(resident, rel=1e-5 if method != "full" else 2e-3)
     for line in lines:
-        assert len(line["seconds"]) == 3
+        assert (line["warm"], line["family"], len(line["seconds"])) == (2, [64, 128], 3)
         assert line["seconds_per_step"] == line["seconds"][2]
-        assert line["tokens_per_s"] == pytest.approx(128 / line["seconds"][2], rel=0.05)
+        assert line["tokens_per_s"] == pytest.approx(line["tokens"] / line["seconds"][2], rel=0.05)
         assert (line["peak_gib"], line["gpu"]) == (None, "cpu")
         assert set(line["versions"]) >= {"torch", "transformers"}
+
+
+def test_a_familys_first_steps_are_those_of_a_run_of_its_own(script: Any, tmp_path: Path) -> None:
+    frontier, run = script("frontier"), script("frontier_run")
+
+    def measured(tokens: str) -> list[Any]:
+        words = f"--quick --methods full --tokens {tokens} --micro 64 --blocks 0 --ends device".split()
+        lines: list[Any] = []
+        run.measure(list(frontier.chosen(frontier.arguments_of(words))), tmp_path, 1, lines.append)
+        return lines
+
+    first, second = measured("128,64")
+    (alone,) = measured("128")
+    assert (first["loss_last"], first["grad_norm_last"]) == (alone["loss_last"], alone["grad_norm_last"])
+    assert (second["tokens"], second["warm"], len(second["seconds"])) == (64, 1, 2)
+    parts = run.stretches([run.Cell("lora", n, 0, 64, 2, "host", "host", "m", 64) for n in (128, 64, 256)], 3)
+    assert [(part.first, part.last, part.warm) for part in parts] == [(0, 5, 2), (5, 9, 1), (9, 14, 2)]
 
 
 def test_the_plot_takes_the_last_line_of_each_cell(script: Any, tmp_path: Path, monkeypatch: Any) -> None:
