@@ -30,6 +30,9 @@ from finetune.train.streamed_ends import StreamedEmbedding, StreamedHead
 BEHIND = 6
 """Micro-batches whose inputs may still be on their way to the host: as many stand on the device beside those in work."""
 
+AHEAD = 2
+"""Inputs that are brought up ahead of the one in use: with one, each block's first would come behind the next block's weights."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -58,6 +61,7 @@ class Streamed:
         self.deferred = deferred
         self.boundaries = boundaries
         self._leaving: list[tuple[Any, Tensor]] = []
+        self._asked = 0
         self.first = _first_trained(model)
 
     def step(
@@ -77,7 +81,7 @@ class Streamed:
             parts, carry = self._begin(batches, enter)
             self._forward(parts, carry, enter)
             if self.ends.head is not None:
-                self._fetch_last()
+                self._fetch_first(len(parts))
                 losses = self.ends.head.run(batches, carry, enter, factor)
             else:
                 losses = self._head(parts, carry, enter, loss_of)
@@ -133,7 +137,7 @@ class Streamed:
 
     def _head(self, parts: list[Part], carry: list[Tensor], enter: Any, loss_of: Any) -> list[Tensor]:
         losses = []
-        self._fetch_last()
+        self._fetch_first(len(parts))
         for at, part in enumerate(parts):
             x_BSD = carry[at].requires_grad_()
             carry[at] = torch.empty(0)
@@ -166,7 +170,7 @@ class Streamed:
     def _backward_block(self, number: int, parts: list[Part], carry: list[Tensor], enter: Any) -> None:
         for at, part in enumerate(parts):
             x_BSD = self.boundaries.take(number, at)
-            self._fetch_after(number, at, len(parts))
+            self._fetch_ahead(number, at, len(parts))
             need = number > self.first or part.edge is not None or self._embedding_trained
             with enter(part.batch):
                 gradient_BSD = self.layers.backward(number, x_BSD, carry[at], part.inputs, need)
@@ -178,19 +182,19 @@ class Streamed:
     def _embedding_trained(self) -> bool:
         return self.ends.embedding is not None and self.ends.embedding.trained
 
-    def _fetch_after(self, number: int, at: int, parts: int) -> None:
-        """Starts to bring up the input that comes after this one."""
-        if at + 1 < parts:
-            self._fetch(number, at + 1)
-        elif number > self.first:
-            self._fetch(number - 1, 0)
+    def _fetch_ahead(self, number: int, at: int, parts: int) -> None:
+        """Starts to bring up the inputs that come next, up to AHEAD after this one."""
+        count = len(self.model.blocks)
+        last = min((count - 1 - number) * parts + at + AHEAD, (count - self.first) * parts - 1)
+        while self._asked <= last:
+            behind, part = divmod(self._asked, parts)
+            self.boundaries.fetch(count - 1 - behind, part)
+            self._asked += 1
 
-    def _fetch_last(self) -> None:
-        if self.first < len(self.model.blocks):
-            self._fetch(len(self.model.blocks) - 1, 0)
-
-    def _fetch(self, number: int, at: int) -> None:
-        self.boundaries.fetch(number, at)
+    def _fetch_first(self, parts: int) -> None:
+        """Starts to bring up the first inputs of backward."""
+        self._asked = 0
+        self._fetch_ahead(len(self.model.blocks), parts - 1, parts)
 
     def _update(self, number: int, ahead: bool) -> None:
         """Makes the pending update of the block that is bound, and asks for the next one's."""

@@ -1,6 +1,6 @@
 """The inputs of blocks between forward and backward, per micro-batch, on the device or in pinned host memory.
 
-They are all that a streamed step keeps of its forward. On the way back they come up into two buffers in turn, one ahead of
+They are all that a streamed step keeps of its forward. On the way back they come up into a few buffers in turn, ahead of
 the computation.
 
 Legend: B rows, S positions, D hidden width.
@@ -56,7 +56,7 @@ class Boundaries:
         return event
 
     def fetch(self, block: int, part: int) -> None:
-        """Starts to bring an input up; at most two are on the device at a time."""
+        """Starts to bring an input up; there are as many buffers as inputs were ever asked for and not given back."""
         if not self.on_host:
             return
         host_BSD = self._kept[block, part]
