@@ -7,6 +7,7 @@ do. Whatever needs more (renamed or merged tensors, tables that are no function 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -110,9 +111,7 @@ def _is_known(base: Any, name: str) -> bool:
 def _take_generation(base: Any, source: Source, section: ModelSection) -> None:
     """The folder's own settings for generation, where it has any."""
     where = origin(source, section)
-    try:
+    with contextlib.suppress(OSError):  # then the model class made them from its config
         base.generation_config = GenerationConfig.from_pretrained(
             source.place, revision=where["revision"], local_files_only=where["local_files_only"]
         )
-    except OSError:
-        pass  # the model class made them from its config

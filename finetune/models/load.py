@@ -20,9 +20,9 @@ from finetune.config.schema import ModelSection, Recipe
 from finetune.contracts import Model, Shape
 from finetune.errors import ModelError
 from finetune.kernels.precision import DTYPES
+from finetune.models import direct
 from finetune.models.adapters import attach, seeded
 from finetune.models.chat_tokens import align_generation, stop_tokens, template_tokens, untrained_tokens
-from finetune.models import direct
 from finetune.models.config import load_config, loading, origin
 from finetune.models.decoder import assemble, attention_windows
 from finetune.models.new_tokens import extend, give_rows, tokens_of
