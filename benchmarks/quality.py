@@ -63,7 +63,7 @@ def measure(cell: argparse.Namespace, place: Path) -> dict[str, Any]:
     return {
         "job": cell.job, "method": cell.method, "model": cell.model, "steps": cell.steps, "seed": cell.seed,
         "answers": cell.answers, "before": summary["eval_before"], "after": summary["eval_after"],
-        "tokens_per_s": summary["tokens_per_s"], "hardware": summary["hardware"], "versions": summary["versions"],
+        "hardware": summary["hardware"], "versions": summary["versions"],
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }  # fmt: skip
 

@@ -7,6 +7,7 @@ frozen `Launch`, and handed down as a value, so that nothing further inside depe
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,20 @@ class Launch:
     accelerate: bool = False
     one_of_several: bool = False
     settings_file: Path | None = None
+
+
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""What torch's allocator for GPUs is told."""
+
+
+def let_segments_grow() -> None:
+    """Tells torch's allocator to let its segments grow (Linux), unless the user told it something.
+
+    Freed memory of one size then serves another, so what is reserved stays near what is used. To be called before the
+    first use of a GPU.
+    """
+    if sys.platform == "linux" and not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def _count(variables: Mapping[str, str], name: str, default: int, least: int) -> int:

@@ -246,6 +246,8 @@ class PlanSection(Section):
     """Where the weights live: on the device, or fetched from host memory."""
     resident_blocks: AutoWhole = "auto"
     """With streamed weights: blocks that stay on the device."""
+    slots: AutoCount = "auto"
+    """With streamed weights: blocks that have room on the device at once, beside the resident ones. auto: 2."""
     activation_offload: AutoSwitch = "auto"
     """Keep block inputs (without checkpointing: all large activations of blocks) in host memory until their backward."""
     optimizer_in_backward: AutoSwitch = "auto"

@@ -41,6 +41,18 @@ def check_built(recipe: Recipe, shape: Shape, ranks: int) -> None:
             "plan.resident_blocks",
             f"plan.weights=streamed, or leave it auto: all {shape.blocks} blocks are resident",
         )
+    if recipe.plan.slots != "auto" and recipe.plan.weights != "streamed":
+        raise InputError(
+            f"plan.slots={recipe.plan.slots}, but only streamed weights pass through slots",
+            "plan.slots",
+            "plan.weights=streamed, or leave it auto",
+        )
+    if recipe.plan.head_placement == "host" and recipe.plan.weights != "streamed":
+        raise InputError(
+            "plan.head_placement=host, but only a streamed step takes the head through the device in parts",
+            "plan.head_placement",
+            "plan.weights=streamed, or plan.head_placement=device",
+        )
     if recipe.plan.weights == "streamed":
         _check_streamed(recipe, ranks)
     if recipe.plan.data not in ("auto", ranks):

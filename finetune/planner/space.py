@@ -163,7 +163,9 @@ class Space:
             return []
         resident = 0 if wanted.resident_blocks == "auto" else min(wanted.resident_blocks, self.shape.blocks)
         head: Literal["device", "host"] = "device" if wanted.head_placement == "auto" else wanted.head_placement
-        return [replace(plan, weights="streamed", resident_blocks=resident, head_placement=head)]
+        slots = plan.slots if wanted.slots == "auto" else wanted.slots
+        streamed = replace(plan, weights="streamed", resident_blocks=resident, head_placement=head)
+        return [replace(streamed, slots=slots)]
 
     def _cost(self, case: Case) -> float:
         """Operations of one rank's step, with what levers, thin micro-batches and padding add."""

@@ -194,7 +194,6 @@ class BytesProgress:
         self.row = self.bar.add_task(what, total=None, figures="")
 
     def __enter__(self) -> BytesProgress:
-        self.bar.start()
         return self
 
     def __exit__(
@@ -208,6 +207,8 @@ class BytesProgress:
             )
 
     def __call__(self, done: int, total: int) -> None:
+        if not self.done:
+            self.bar.start()  # not before: where nothing comes, nothing is shown
         self.done = done
         figures = f"{size(done)} of {size(total)}"
         self.bar.update(self.row, completed=done, total=total, figures=figures)

@@ -14,6 +14,18 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
+def cap(device: torch.device, count: int) -> None:
+    """The most bytes that torch's allocator may hold on `device` from now on: past them it raises out-of-memory."""
+    whole = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, count / whole)), device)
+
+
+def tidy(device: torch.device) -> None:
+    """Gives memory that no tensor holds back to the GPU (after loading, whose sizes do not come again)."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def peak_gpu_bytes(device: torch.device) -> int:
     """The most bytes that tensors held on `device` since the last reset; 0 without a GPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

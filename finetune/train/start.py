@@ -19,7 +19,7 @@ from finetune.contracts import Model, Result
 from finetune.data.loader import total_steps
 from finetune.data.opening import open_data, order_of
 from finetune.data.own_chat import prepare_tokenizer
-from finetune.environment import Launch
+from finetune.environment import Launch, let_segments_grow
 from finetune.errors import InputError, StoppedError
 from finetune.generate.evaluate import Evaluator
 from finetune.generate.scores import check_scores
@@ -34,7 +34,7 @@ from finetune.optim.groups import roles_of
 from finetune.optim.schedule import rate_notices, schedule_notices
 from finetune.optim.table import build, notices
 from finetune.planner import report
-from finetune.planner.hardware import detect, host_free
+from finetune.planner.hardware import CONTEXT_BYTES, detect, host_free
 from finetune.planner.plan import Decision, decide
 from finetune.tasks.text import TextTask
 from finetune.telemetry import memory, metrics
@@ -51,6 +51,7 @@ SUMMARY = "summary.json"
 
 def start(recipe: Recipe, launch: Launch) -> Result:
     """Runs `recipe` and leaves its run folder. Raises the error tree's errors; a signal saves first."""
+    let_segments_grow()
     world = join(choose_device(recipe), launch)
     try:
         return _run(recipe, launch, world)
@@ -91,6 +92,9 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
     log.say(report.render(decision, shape, planned, hardware))
     for notice in state.check_plan(saved[1], decision.plan, decision.precision) if saved else []:
         log.notice(notice)
+    if world.device.type == "cuda" and isinstance(recipe.plan.gpu_memory, int):
+        # A budget is what the process takes, so torch's allocator gets it less what stands beside it.
+        memory.cap(world.device, decision.budget.device_bytes - CONTEXT_BYTES)
     with BytesProgress(log, "weights to host memory") as arriving:
         room = host_room(recipe, host_free(), min(world.size, hardware.gpus or world.size))
         host = host_blocks(decision.plan, recipe, world.device, room, arriving)
@@ -136,6 +140,7 @@ def _train(job: Job, decision: Decision, steps: int) -> Result:
     evaluator = Evaluator(job.task, job.model, job.plan, world, job.precision, _interrupt(job))
     writer = _open_metrics(job)
     try:
+        memory.tidy(world.device)
         memory.reset_peak(world.device)
         if job.progress.step == 0 and not job.progress.samples_before:
             with job.update.visiting():

@@ -27,6 +27,9 @@ from finetune.memory.streaming.tall import Tall
 from finetune.optim.slices import Slice
 from finetune.train.streamed_ends import StreamedEmbedding, StreamedHead
 
+BEHIND = 6
+"""Micro-batches whose inputs may still be on their way to the host: as many stand on the device beside those in work."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -54,6 +57,7 @@ class Streamed:
         self.slots = host.slots
         self.deferred = deferred
         self.boundaries = boundaries
+        self._leaving: list[tuple[Any, Tensor]] = []
         self.first = _first_trained(model)
 
     def step(
@@ -80,6 +84,7 @@ class Streamed:
             self._backward(parts, carry, enter)
             return losses
         finally:
+            self._leaving.clear()
             self.boundaries.end()
 
     def _begin(self, batches: Sequence[Batch], enter: Any) -> tuple[list[Part], list[Tensor]]:
@@ -105,18 +110,26 @@ class Streamed:
                 self._update(number, ahead=True)
                 with self.layers.turn(number):
                     self._forward_block(number, parts, carry, enter)
+        self._let_go(0)
         if self.deferred is not None:
             self.deferred.end()
 
     def _forward_block(self, number: int, parts: list[Part], carry: list[Tensor], enter: Any) -> None:
         for at, part in enumerate(parts):
-            x_BSD = carry[at]
-            left = self.boundaries.keep(number, at, x_BSD) if number >= self.first else None
+            if number >= self.first:
+                self._leaving.append((self.boundaries.keep(number, at, carry[at]), carry[at]))
             with enter(part.batch):
-                carry[at] = self.layers.forward(number, x_BSD, part.inputs)
-            # Memory of the input is used again only when its way to the host is over.
-            wait(self.slots.device, left)
-            del x_BSD
+                carry[at] = self.layers.forward(number, carry[at], part.inputs)
+            self._let_go(BEHIND)
+
+    def _let_go(self, left: int) -> None:
+        """Frees inputs that were kept, but for the newest `left`: their memory is used again when their way down is over.
+
+        Waiting for each at once would stop the computation behind whatever else is on its way down.
+        """
+        while len(self._leaving) > left:
+            event, _ = self._leaving.pop(0)
+            wait(self.slots.device, event)
 
     def _head(self, parts: list[Part], carry: list[Tensor], enter: Any, loss_of: Any) -> list[Tensor]:
         losses = []

@@ -102,8 +102,7 @@ class FastLayers:
     def turn(self, number: int) -> AbstractContextManager[None]:
         """What one block's forward or backward of all batches runs in: its weights are decoded once."""
         block: Any = self.model.blocks[number]
-        with torch.no_grad():
-            within: AbstractContextManager[None] = block.decoding_once(self.fast.dtype)
+        within: AbstractContextManager[None] = block.decoding_once(self.fast.dtype)
         return within
 
     def forward(self, number: int, x_BSD: Tensor, inputs: Inputs) -> Tensor:

@@ -80,7 +80,8 @@ class FastBlock(nn.Module):
     def decoding_once(self, dtype: torch.dtype) -> Iterator[None]:
         """Inside, weights stored in 4 or 8 bits are decoded once and kept, for many batches one after the other."""
         linears = [getattr(self.self_attn, name) for name in ATTENTION] + [getattr(self.mlp, name) for name in MLP]
-        self.decoded = decoded_once(linears, dtype)
+        with torch.no_grad():
+            self.decoded = decoded_once(linears, dtype)
         try:
             yield
         finally:

@@ -208,15 +208,17 @@ CONTRADICTIONS = [
     (("adapter.kind=lora", "train.last_blocks=2"), "train.last_blocks", "freezes all"),
     (("adapter.kind=dora", "train.freeze=norm"), "train.freeze", "freezes all"),
     (("schedule.name=constant", "schedule.final=0.1"), "schedule.final", "and to stay constant"),
-    (("plan.weights=streamed",), "plan.weights", "not built yet"),
-    (("plan.resident_blocks=3",), "plan.resident_blocks", "not built yet"),
     (("plan.optimizer_in_backward=true",), "plan.optimizer_in_backward", "it is clipped at 1"),
     (
         ("plan.optimizer_in_backward=true", "train.max_grad_norm=none", "model.precision=fp16"),
         "plan.optimizer_in_backward",
         "fp16 skips steps whose gradient overflows",
     ),
-    (("plan.embedding_placement=host",), "plan.embedding_placement", "only a frozen embedding"),
+    (
+        ("plan.weights=resident", "plan.embedding_placement=host"),
+        "plan.embedding_placement",
+        "only streamed weights train an embedding that is on the host",
+    ),
     (("plan.compile=yes",), "plan.compile", "not built yet"),
     (("plan.shard=2",), "plan.shard", "not built yet"),
     (("plan.tensor=2",), "plan.tensor", "not built yet"),
@@ -289,8 +291,8 @@ EVERY_KEY: dict[str, str] = {
     "generate.max_tokens": "9", "generate.temperature": "0.5",
     "plan.gpu_memory": "8GiB", "plan.host_memory": "24GB", "plan.exact": "bitwise", "plan.micro_batch": "2",
     "plan.activation_checkpointing": "no", "plan.loss_chunk": "64", "plan.weights": "resident",
-    "plan.resident_blocks": "auto", "plan.activation_offload": "no", "plan.optimizer_placement": "device",
-    "plan.optimizer_in_backward": "no", "plan.embedding_placement": "device", "plan.probe": "no",
+    "plan.resident_blocks": "auto", "plan.slots": "auto", "plan.activation_offload": "no", "plan.optimizer_placement": "device",
+    "plan.optimizer_in_backward": "no", "plan.embedding_placement": "device", "plan.head_placement": "device", "plan.probe": "no",
     "plan.compile": "no", "plan.data": "1", "plan.shard": "1", "plan.tensor": "1", "plan.context": "1",
     "plan.fast_block": "no", "plan.attention": "auto",
     "run.dir": "runs/${recipe}", "run.trackers": "wandb", "run.keep": "true",
@@ -317,6 +319,7 @@ def test_b64_every_key_given_is_in_the_resolved_recipe_and_survives_being_saved(
     defaults = load()
     changed = {key for key, _, _ in recipe_differences(recipe, defaults)}
     at_default = {"task", "model.path", "data.path", "data.valid_share", "train.batch_tokens", "plan.resident_blocks"}
+    at_default |= {"plan.slots"}
     at_default |= {"train.last_blocks", "train.modules", "train.freeze"}  # they do not go with an adapter
     at_default |= {f"data.{name}" for name in ("mixture", "weights", "on_exhausted", "streaming", "shuffle_buffer")}
     at_default |= {"model.trained", "schedule.decay", "plan.attention", "run.keep", "adapter.path"}

@@ -179,8 +179,24 @@ def test_what_is_not_built_is_said() -> None:
         assert chosen(**{f"plan__{field}": BUILT[field][0]}).plan == chosen().plan
     with pytest.raises(InputError, match=r"plan\.resident_blocks=8, but only streamed weights"):
         chosen(plan__resident_blocks=8)
+    with pytest.raises(InputError, match=r"plan\.slots=3, but only streamed weights"):
+        chosen(plan__slots=3)
+    with pytest.raises(InputError, match=r"plan\.head_placement=host, but only a streamed step"):
+        chosen(plan__head_placement="host")
     with pytest.raises(InputError, match=r"plan\.data=4, but 2 processes were started"):
         chosen("8x80GB", ranks=2, plan__data=4)
+
+
+def test_slots_are_as_many_as_asked_for_and_each_takes_a_blocks_bytes() -> None:
+    def planned(**more: Any) -> Any:
+        return chosen("h200-141", plan__weights="streamed", plan__micro_batch=1, **more)
+
+    two, three = planned(), planned(plan__slots=3)
+    assert (two.plan.slots, three.plan.slots) == (2, 3)
+    slots = [decision.estimate.phases["step"].causes["slots"] for decision in (two, three)]
+    assert slots[1] * 2 == slots[0] * 3
+    alone = planned(plan__slots=3, plan__resident_blocks=31).estimate.phases["step"].causes["slots"]
+    assert alone * 3 == slots[1] * 32  # 31 resident blocks, and one slot for the one that moves
 
 
 def test_devices_and_precision() -> None:
