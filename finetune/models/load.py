@@ -98,11 +98,21 @@ def load_model(
     except BaseException as error:
         arrived = f"{len(host.flats)} of {host.blocks} blocks were in host memory, which is given back"
         host.abandon()
-        # What the frames below hold (a model half made, a block half read) would live as long as the error is looked at.
-        traceback.clear_frames(error.__traceback__)
+        _forget(error)
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(f"while {recipe.model.path} was loaded: {arrived}") from None
         raise
+
+
+def _forget(error: BaseException) -> None:
+    """Clears the frames that an error and its causes point to: what they hold (a model half made, a block half read) would
+    live for as long as the error is looked at."""
+    seen: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in seen:
+        seen.append(link)
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
 
 
 def _loaded(recipe: Recipe, device: torch.device, precision: Precision, given: Any) -> Model:

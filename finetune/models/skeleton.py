@@ -44,7 +44,8 @@ class Values(Protocol):
     """Where weights come from. `made` gives one by its full name, on the device where it is packed; `into`, which may be None,
     writes it into memory of the host."""
 
-    into: Callable[[str, Tensor], None] | None
+    @property
+    def into(self) -> Callable[[str, Tensor], None] | None: ...
 
     def made(self, name: str, leaf: str, shape: torch.Size) -> Tensor: ...
 
@@ -124,8 +125,9 @@ def _parameter(
     # A 4-bit weight's own shape is that of its bytes; its layer knows the matrix's.
     making, values = how
     kind: Any = type(empty)
+    layer: Any = module
     is_4bit = kind.__name__ == "Params4bit"
-    shape = torch.Size((module.out_features, module.in_features)) if is_4bit else empty.shape
+    shape = torch.Size((layer.out_features, layer.in_features)) if is_4bit else empty.shape
     data = values.made(name, leaf, shape)
     if not is_4bit:
         return nn.Parameter(data)

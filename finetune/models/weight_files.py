@@ -111,7 +111,8 @@ class WeightFiles:
             piece.copy_(part)
 
     def _fill(self, file: int, stored: Stored, octets_N: Tensor, offset: int) -> None:
-        place = memoryview(octets_N.numpy())
+        octets: Any = octets_N.numpy()
+        place = memoryview(octets)
         done = 0
         while done < len(place):
             count = os.preadv(file, [place[done : done + PIECE]], offset + done)

@@ -66,8 +66,8 @@ class Flat:
             _settle(
                 block, [(tensor, view) for (tensor, _, _), view in zip(_tensors(block, trained), views, strict=True)]
             )
-            for name, parameter in block.named_parameters():
-                fill(name, parameter.data)
+            for name, placed in block.named_parameters():
+                fill(name, placed.data)
         self.spots: list[Spot] = []
         for (tensor, bind, parameter), view, start in zip(_tensors(block, trained), views, starts, strict=True):
             self.spots.append(Spot(bind, tensor.shape, tensor.dtype, start, parameter))

@@ -17,6 +17,7 @@ from finetune.models import load
 from finetune.models.load import load_model
 from finetune.models.weight_files import WeightFiles
 from finetune.telemetry.log import BytesProgress, Log
+from finetune.train.assemble import host_room
 from tests.unit.planner.live_bytes import LiveBytes
 
 LORA = {"kind": "lora", "rank": 4}
@@ -295,6 +296,12 @@ def test_what_does_not_fit_the_host_is_refused_before_the_first_page(recipe, mak
     assert "`ulimit -l` allows" in said
     assert "plan.host_memory" in said
     streamed(wanted, host=HostBlocks(CPU, False, 2, 0, fitting.host_bytes))
+
+
+def test_room_is_what_is_free_and_allowed_shared_by_the_processes(recipe):
+    assert host_room(recipe("builtin:tiny"), 1000, 2) == 500
+    assert host_room(recipe("builtin:tiny", plan={"host_memory": 300}), 1000, 2) == 150
+    assert host_room(recipe("builtin:tiny", plan={"host_memory": 3000}), 1000, 1) == 1000
 
 
 def test_pages_that_the_system_refuses_are_told():
