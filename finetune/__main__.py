@@ -33,8 +33,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except FinetuneError as error:
         _print_error(error)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted (Ctrl-C)", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"interrupted (Ctrl-C) {error}".strip(), file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         _close_stdout()

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 import mmap
+import resource
 import sys
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -48,7 +50,14 @@ class _Pages(mmap.mmap):
 
 def host_pages(count: int, device: torch.device) -> Tensor:
     """uint8 [count] in pages of its own, registered when `device` is a GPU. NothingFitsError when the driver refuses."""
-    pages = _Pages(-1, max(count, 1))
+    try:
+        pages = _Pages(-1, max(count, 1))
+    except OSError as error:
+        raise NothingFitsError(
+            f"the system refused {count:,} bytes of host memory ({error.strerror}); {limits()}",
+            "plan.host_memory",
+            "free host memory, or switch off the plan's host placements",
+        ) from error
     octets_N = torch.frombuffer(pages, dtype=torch.uint8)[:count]
     if device.type == "cuda":
         _register(octets_N.data_ptr(), max(count, 1))
@@ -60,10 +69,33 @@ def _register(address: int, count: int) -> None:
     code = int(torch.cuda.cudart().cudaHostRegister(address, count, 0))
     if code != 0:
         raise NothingFitsError(
-            f"the driver refused to pin {count:,} bytes of host memory (code {code})",
+            f"the driver refused to pin {count:,} bytes of host memory (code {code}); {limits()}",
             "plan.host_memory",
             "raise the limit of locked memory (ulimit -l), or switch off the plan's host placements",
         )
+
+
+def gib(count: float) -> str:
+    """Bytes in GiB, or MiB where that says more."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
+
+
+def limits() -> str:
+    """What bounds this process's host memory, in words: what it holds, what the system has left, what may be locked."""
+    held = _field("/proc/self/status", "RssAnon") + _field("/proc/self/status", "RssShmem")
+    left = _field("/proc/meminfo", "MemAvailable")
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    allowed = "unlimited" if locked == resource.RLIM_INFINITY else gib(locked)
+    return f"this process holds {gib(held)}, the system has {gib(left)} left, `ulimit -l` allows {allowed}"
+
+
+def _field(path: str, name: str) -> int:
+    """A row of a /proc file in bytes; 0 where the system does not tell."""
+    try:
+        rows = Path(path).read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return 0
+    return next((int(row.split()[1]) * 1024 for row in rows if row.startswith(f"{name}:")), 0)
 
 
 class HostPool:

@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from finetune.config.schema import ModelSection
-from finetune.errors import ModelError
+from finetune.errors import FinetuneError, ModelError
 from finetune.kernels.logits_change import logits_change
 from finetune.models.source import Source, hub_fault, locate
 
@@ -64,7 +64,7 @@ def loading(source: Source, section: ModelSection) -> Iterator[None]:
     transformers_logging.set_verbosity_error()
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, FinetuneError):
         raise
     except Exception as error:
         # Broken files raise nearly anything (tokenizers raises bare Exceptions): none is a fault of this program.

@@ -8,6 +8,7 @@ by name before the first step. Frozen weights are held in the compute precision;
 
 from __future__ import annotations
 
+import traceback
 from typing import Any, Literal
 
 import torch
@@ -19,18 +20,21 @@ from finetune.config.schema import ModelSection, Recipe
 from finetune.contracts import Model, Shape
 from finetune.errors import ModelError
 from finetune.kernels.precision import DTYPES
+from finetune.models import direct
 from finetune.models.adapters import attach, seeded
 from finetune.models.chat_tokens import align_generation, stop_tokens, template_tokens, untrained_tokens
 from finetune.models.config import load_config, loading, origin
 from finetune.models.decoder import assemble, attention_windows
 from finetune.models.new_tokens import extend, give_rows, tokens_of
 from finetune.models.quantized import check_stored, keep_layout, nf4_config, quantised_report
-from finetune.models.random_weights import Making, make
+from finetune.models.random_weights import make
 from finetune.models.shapes import shape_of
+from finetune.models.skeleton import Making
 from finetune.models.source import Source, locate
 from finetune.models.storing import STORED, Storing
 from finetune.models.trained import check_rows_trained, choose, is_partial
 from finetune.models.verify import verify
+from finetune.models.weight_files import open_files
 
 __all__ = ["align_generation", "load_base", "load_config", "load_model", "load_tokenizer", "stop_tokens"]
 
@@ -83,11 +87,36 @@ def load_model(
     the trainer computes under autocast; case B125). Random first weights come from train.seed alone (case B116). `shape` saves
     counting it again; `tokenizer` is the one that rows were written with, and may carry a chat template that the folder lacks.
     training=False keeps all weights in the compute precision and skips the refusals that only training needs.
-    A `place` that is no device (memory/streaming/host_blocks) is handed the blocks as they are made and keeps them.
-    Raises ModelError.
+    A `place` that is no device (memory/streaming/host_blocks) is handed the blocks as they are made and keeps them; when
+    loading ends early, by an error or Ctrl-C, it gives its memory back. Raises ModelError.
     """
     host = None if isinstance(place, torch.device | str) else place
-    device = torch.device(place if host is None else host.device)
+    if host is None:
+        return _loaded(recipe, torch.device(place), precision, (None, shape, tokenizer, training))
+    try:
+        return _loaded(recipe, host.device, precision, (host, shape, tokenizer, training))
+    except BaseException as error:
+        arrived = f"{len(host.flats)} of {host.blocks} blocks were in host memory, which is given back"
+        host.abandon()
+        _forget(error)
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(f"while {recipe.model.path} was loaded: {arrived}") from None
+        raise
+
+
+def _forget(error: BaseException) -> None:
+    """Clears the frames that an error and its causes point to: what they hold (a model half made, a block half read) would
+    live for as long as the error is looked at."""
+    seen: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in seen:
+        seen.append(link)
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
+
+
+def _loaded(recipe: Recipe, device: torch.device, precision: Precision, given: Any) -> Model:
+    host, shape, tokenizer, training = given
     section, source = recipe.model, locate(recipe.model)
     config = load_config(section)
     if training:
@@ -158,16 +187,60 @@ def load_base(recipe: Recipe, device: torch.device | str, precision: Precision) 
 def _base(
     recipe: Recipe, source: Source, config: Any, dtype: torch.dtype, device: torch.device, host: Any = None
 ) -> tuple[Any, list[str]]:
+    section = recipe.model
     if source.random:
         return _random(recipe, config, dtype, device, host)
-    return _weights(source, recipe.model, config, dtype, device if host is None else torch.device("cpu"))
+    source.require_safetensors(section.revision)
+    if host is None:
+        if not source.hub:
+            with loading(source, section):
+                open_files(source, section)  # says by name which file is cut short
+        return _weights(source, section, config, dtype, device)
+    store = Storing(section.base) if section.base in STORED else None
+    with loading(source, section):
+        found = direct.read(source, section, config, _making(recipe, dtype, device), host, store)
+    if isinstance(found, str):
+        base, notices = _weights(source, section, config, dtype, torch.device("cpu"), device)
+        how = (
+            f"the weights are read by transformers into ordinary memory and go to the host's pages from there ({found})"
+        )
+        return base, [*notices, f"{how}: nothing is lost, but loading takes longer and more host memory"]
+    return found.base, _said(found.base, section, store, found.unused) + found.notices
+
+
+def _making(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Making:
+    section = recipe.model
+    attention = "sdpa" if section.attention == "auto" else section.attention
+    return Making(dtype, device, recipe.train.seed, attention, section.base == "nf4", section.double_quant)
+
+
+def _said(base: Any, section: ModelSection, store: Storing | None, unused: list[str]) -> list[str]:
+    """Notices on a model that was read from files, however it was."""
+    notices = []
+    if section.base == "nf4":
+        keep_layout(base)
+        notices += quantised_report(base)
+    if store is not None:
+        notices += store.report(base)
+    if section.layers is not None:
+        notices.append(
+            f"only the first {section.layers} blocks are used (model.layers): this is another, smaller model"
+        )
+    if unused:
+        notices.append(f"{len(unused)} stored tensors are not used by {type(base).__name__} (such as {unused[0]})")
+    return notices
 
 
 def _weights(
-    source: Source, section: ModelSection, config: Any, dtype: torch.dtype, device: torch.device
+    source: Source,
+    section: ModelSection,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    storing: torch.device | None = None,
 ) -> tuple[Any, list[str]]:
-    """The transformers model on `device`, and notices on tensors that the model class does not use."""
-    source.require_safetensors(section.revision)
+    """The transformers model on `device`, and notices on tensors that the model class does not use. `storing`: where
+    weights are put into 8 bits, if not there."""
     arguments = {
         "config": config,
         "dtype": dtype,
@@ -175,7 +248,6 @@ def _weights(
         "use_safetensors": True,
         "output_loading_info": True,
     }
-    notices = []
     if section.base == "nf4" and getattr(config, "quantization_config", None) is None:
         arguments["quantization_config"] = nf4_config(dtype, section.double_quant)
     # What is to be stored in 8 bits comes through host memory, so that the device never holds the whole model unstored.
@@ -194,31 +266,18 @@ def _weights(
         raise ModelError(
             "this is an adapter, not a model", section.path, "set model.path to its base and adapter.path to it"
         )
-    if section.base == "nf4":
-        keep_layout(base)
-        notices += quantised_report(base)
-    if section.base in STORED:
-        store = Storing(section.base)
-        store.blocks(base, device)
+    store = Storing(section.base) if section.base in STORED else None
+    if store is not None:
+        store.blocks(base, storing or device, device)
         base.to(device)
-        notices += store.report(base)
-    if section.layers is not None:
-        notices.append(
-            f"only the first {section.layers} blocks are used (model.layers): this is another, smaller model"
-        )
-    unused = sorted(info["unexpected_keys"])
-    if unused:
-        notices.append(f"{len(unused)} stored tensors are not used by {type(base).__name__} (such as {unused[0]})")
-    return base, notices
+    return base, _said(base, section, store, sorted(info["unexpected_keys"]))
 
 
 def _random(recipe: Recipe, config: Any, dtype: torch.dtype, device: torch.device, host: Any) -> tuple[Any, list[str]]:
     """A model of an embedded shape without weights, and the notices on it."""
     section = recipe.model
-    attention = "sdpa" if section.attention == "auto" else section.attention
-    making = Making(dtype, device, recipe.train.seed, attention, section.base == "nf4", section.double_quant)
     store = Storing(section.base) if section.base in STORED else None
-    base = make(config, making, store, None if host is None else host.block)
+    base = make(config, _making(recipe, dtype, device), store, host)
     notices = [f"the weights of {section.path} are random (train.seed={recipe.train.seed}); no file holds them"]
     if section.base == "nf4":
         keep_layout(base)

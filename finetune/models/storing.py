@@ -33,11 +33,11 @@ class Storing:
         self.layers += 1
         return stored
 
-    def blocks(self, base: nn.Module, device: torch.device) -> None:
-        """Stores every linear of the blocks on `device`, one at a time, wherever the model stands now."""
+    def blocks(self, base: nn.Module, device: torch.device, home: torch.device) -> None:
+        """Stores every linear of the blocks on `device`, one at a time, wherever the model stands now; they end on `home`."""
         for name in block_weights(base):
             linear: Any = base.get_submodule(name)
-            base.set_submodule(name, self(linear.to(device)))
+            base.set_submodule(name, self(linear.to(device)).to(home))
 
     def report(self, base: nn.Module) -> list[str]:
         """The notice: how many layers, how far their weights moved, and what keeps its precision, by name."""

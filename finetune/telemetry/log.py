@@ -170,3 +170,49 @@ class StepProgress:
             self.spoke = now
             left = (self.total - result.step) * (now - self.started) / max(result.step - self.first, 1)
             self.log.say(f"step {result.step}/{self.total}  {figures}  {left:,.0f} s left")
+
+
+class BytesProgress:
+    """How far bytes have come that take a while to arrive: a bar on a terminal, a line now and then elsewhere, and one line
+    with the speed at the end. Call it with (bytes there, bytes of all)."""
+
+    def __init__(self, log: Log, what: str) -> None:
+        self.log = log
+        self.what = what
+        self.live = log.speaks and log.console.is_terminal
+        self.started = self.spoke = time.monotonic()
+        self.done = 0
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            console=log.console,
+            disable=not self.live,
+            transient=True,
+        )
+        self.row = self.bar.add_task(what, total=None, figures="")
+
+    def __enter__(self) -> BytesProgress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+        seconds = time.monotonic() - self.started
+        if error is None and self.done:
+            self.log.say(
+                f"{self.what}: {size(self.done)} in {seconds:.1f} s ({size(self.done / max(seconds, 1e-9))}/s)"
+            )
+
+    def __call__(self, done: int, total: int) -> None:
+        if not self.done:
+            self.bar.start()  # not before: where nothing comes, nothing is shown
+        self.done = done
+        figures = f"{size(done)} of {size(total)}"
+        self.bar.update(self.row, completed=done, total=total, figures=figures)
+        now = time.monotonic()
+        if not self.live and now - self.spoke >= SECONDS_BETWEEN_LINES:
+            self.spoke = now
+            self.log.say(f"{self.what}: {figures}")

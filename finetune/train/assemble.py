@@ -33,9 +33,11 @@ from finetune.train.streamed import Ends, Streamed
 from finetune.train.streamed_ends import StreamedEmbedding, StreamedHead
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from finetune.config.schema import Recipe
+
+    Told = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,20 @@ class Assembled:
     offload: Offload | None = None
 
 
-def host_blocks(plan: Plan, recipe: Recipe, device: torch.device) -> HostBlocks | None:
-    """Where the blocks of a streamed plan will live; None for a resident one."""
+def host_blocks(
+    plan: Plan, recipe: Recipe, device: torch.device, room: int | None = None, told: Told | None = None
+) -> HostBlocks | None:
+    """Where the blocks of a streamed plan will live; None for a resident one. They may take `room` bytes of host memory;
+    `told(bytes there, bytes of all)` is called while they arrive."""
     if plan.weights != "streamed":
         return None
-    return HostBlocks(device, recipe.adapter.kind == "none", plan.slots, plan.resident_blocks)
+    return HostBlocks(device, recipe.adapter.kind == "none", plan.slots, plan.resident_blocks, room, told)
+
+
+def host_room(recipe: Recipe, free: int, processes: int) -> int:
+    """Bytes of host memory that each of `processes` of this host may take: what is free, and what the recipe allows them all."""
+    asked = recipe.plan.host_memory
+    return min(free, asked if isinstance(asked, int) else free) // processes
 
 
 def streamed(

@@ -34,14 +34,14 @@ from finetune.optim.groups import roles_of
 from finetune.optim.schedule import rate_notices, schedule_notices
 from finetune.optim.table import build, notices
 from finetune.planner import report
-from finetune.planner.hardware import CONTEXT_BYTES, detect
+from finetune.planner.hardware import CONTEXT_BYTES, detect, host_free
 from finetune.planner.plan import Decision, decide
 from finetune.tasks.text import TextTask
 from finetune.telemetry import memory, metrics
 from finetune.telemetry.health import Health
-from finetune.telemetry.log import Log
+from finetune.telemetry.log import BytesProgress, Log
 from finetune.train import finish, state
-from finetune.train.assemble import Update, assemble, host_blocks, streamed
+from finetune.train.assemble import Update, assemble, host_blocks, host_room, streamed
 from finetune.train.folder import result_place, run_folder
 from finetune.train.job import Job, Progress, StopAskedError, StopSignal
 from finetune.train.loop import Loop
@@ -95,8 +95,10 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
     if world.device.type == "cuda" and isinstance(recipe.plan.gpu_memory, int):
         # A budget is what the process takes, so torch's allocator gets it less what stands beside it.
         memory.cap(world.device, decision.budget.device_bytes - CONTEXT_BYTES)
-    host = host_blocks(decision.plan, recipe, world.device)
-    model = load_model(recipe, host or world.device, decision.precision, shape=shape, tokenizer=tokenizer)
+    with BytesProgress(log, "weights to host memory") as arriving:
+        room = host_room(recipe, host_free(), min(world.size, hardware.gpus or world.size))
+        host = host_blocks(decision.plan, recipe, world.device, room, arriving)
+        model = load_model(recipe, host or world.device, decision.precision, shape=shape, tokenizer=tokenizer)
     document = max(rows.longest_document for rows in (splits.train, *splits.evaluate.values()))
     for notice in (*model.notices, *check_lengths(model, longest, document)):
         log.notice(notice)

@@ -40,29 +40,54 @@ class Spot:
 
     def view(self, octets_N: Tensor) -> Tensor:
         """The tensor in a buffer of this layout."""
-        return octets_N[self.start : self.stop].view(self.dtype).view(self.shape)
+        return _view(octets_N, self.start, self.shape, self.dtype)
 
 
 class Flat:
     """A block's streamed tensors in pages of the host, pinned where `device` is a GPU.
 
     With `trained`, parameters that require a gradient move too; else they stay where they are (adapters on the device).
-    `bytes` is the length of the buffer. The block's tensors are copied in and bound to the host at once.
+    `bytes` is the length of the buffer. The block's tensors are copied in and bound to the host at once. Parameters on the
+    meta device get their place there instead, as parameters anew, and `fill(name, view)` writes each one's values.
     """
 
-    def __init__(self, block: nn.Module, device: torch.device, trained: bool) -> None:
-        found = list(_tensors(block, trained))
+    def __init__(
+        self,
+        block: nn.Module,
+        device: torch.device,
+        trained: bool,
+        fill: Callable[[str, Tensor], None] | None = None,
+    ) -> None:
+        forms = [(tensor.shape, tensor.dtype) for tensor, _, _ in _tensors(block, trained)]
+        starts, self.bytes = _places(forms)
+        self.host = host_pages(self.bytes, device)
+        views = [_view(self.host, start, *form) for start, form in zip(starts, forms, strict=True)]
+        if fill is not None:
+            _settle(
+                block, [(tensor, view) for (tensor, _, _), view in zip(_tensors(block, trained), views, strict=True)]
+            )
+            for name, placed in block.named_parameters():
+                fill(name, placed.data)
         self.spots: list[Spot] = []
-        start = 0
-        for tensor, bind, parameter in found:
+        for (tensor, bind, parameter), view, start in zip(_tensors(block, trained), views, starts, strict=True):
             self.spots.append(Spot(bind, tensor.shape, tensor.dtype, start, parameter))
-            start = -(-self.spots[-1].stop // ALIGNED) * ALIGNED
-        self.bytes = start
-        self.host = host_pages(start, device)
-        self._views: dict[int, list[Tensor]] = {}
-        for spot, (tensor, _, _) in zip(self.spots, found, strict=True):
-            spot.view(self.host).copy_(tensor.detach())
+            if tensor.data_ptr() != view.data_ptr():
+                view.copy_(tensor.detach())
+        self._views: dict[int, list[Tensor]] = {self.host.data_ptr(): views}
         self.bind(self.host)
+
+    def still_holds(self, block: nn.Module) -> bool:
+        """Whether the block's tensors are still the buffer's: somebody may have given one other memory, or another type."""
+        held = {(tensor.data_ptr(), tensor.dtype) for tensor, _, _ in _tensors(block, True)}
+        return all((self.host.data_ptr() + spot.start, spot.dtype) in held for spot in self.spots if spot.shape.numel())
+
+    def give_up(self) -> None:
+        """Lets go of the pages; the block's tensors are empty from now on."""
+        for spot in self.spots:
+            spot.bind(torch.empty(0, dtype=spot.dtype))
+        self._views = {}
+        self.spots = []
+        self.host = torch.empty(0, dtype=torch.uint8)
 
     @property
     def trained(self) -> list[Spot]:
@@ -84,6 +109,40 @@ class Flat:
     def forget(self) -> None:
         """Lets go of views of buffers that are given up."""
         self._views = {self.host.data_ptr(): [spot.view(self.host) for spot in self.spots]}
+
+
+def flat_bytes(block: nn.Module, trained: bool) -> int:
+    """Bytes of the flat buffer that a block will need, whatever device it is on."""
+    return _places([(tensor.shape, tensor.dtype) for tensor, _, _ in _tensors(block, trained)])[1]
+
+
+def _places(forms: list[tuple[torch.Size, torch.dtype]]) -> tuple[list[int], int]:
+    """Where each tensor starts, and the length of them all."""
+    starts, start = [], 0
+    for shape, dtype in forms:
+        starts.append(start)
+        start = -(-(start + shape.numel() * dtype.itemsize) // ALIGNED) * ALIGNED
+    return starts, start
+
+
+def _view(octets_N: Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return octets_N[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def _settle(block: nn.Module, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Puts a parameter over each view in the place of the one on the meta device, wherever the block has it.
+
+    A meta parameter cannot be given other data, so it is another object; its `requires_grad` stays.
+    """
+    views = iter(view for tensor, view in pairs if tensor.is_meta)
+    made: dict[int, nn.Parameter] = {}
+    for parameter in block.parameters():
+        if parameter.is_meta:
+            made[id(parameter)] = nn.Parameter(next(views), requires_grad=parameter.requires_grad)
+    for module in block.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in made:
+                setattr(module, name, made[id(parameter)])
 
 
 def _tensors(block: nn.Module, trained: bool) -> Iterator[tuple[Tensor, Callable[[Tensor], None], nn.Parameter | None]]:

@@ -1,18 +1,22 @@
 """A model whose blocks live on the host: put there while it is loaded, and fetched for any forward that is not a step's.
 
-Loading calls `block` as soon as a block is made, so that at most one stands on the device or twice in host memory, and
-`rest` once the model is whole: what is not a streamed block goes to the device. From then on every block that is called
-finds its weights on the device by itself (evaluation, generation, checks of a loaded model).
+Loading says with `begin` how many blocks will come and calls `block` for each: one that was just made, so that at most one
+stands on the device or twice in host memory, or one that is yet to be read, straight into its pages. `rest`, once the model
+is whole, takes the blocks that were not given so and sends everything else to the device. From then on every block that is
+called finds its weights on the device by itself (evaluation, generation, checks of a loaded model).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from finetune.memory.streaming.flat import Flat
+from finetune.errors import NothingFitsError
+from finetune.memory.host import gib, limits
+from finetune.memory.streaming.flat import Flat, flat_bytes
 from finetune.memory.streaming.slots import Slots
 
 
@@ -20,15 +24,27 @@ class HostBlocks:
     """The flat buffers of a model's blocks, and the slots they are fetched into.
 
     `trained`: the blocks' own weights are trained, so they move with the rest; else only frozen ones do. `resident`: how
-    many blocks keep a place on the device, spread evenly.
+    many blocks keep a place on the device, spread evenly. `room`: bytes of host memory that the blocks may take (None: not
+    looked at). `told(bytes there, bytes of all)` is called while blocks arrive.
     """
 
-    def __init__(self, device: torch.device, trained: bool, slots: int, resident: int) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        trained: bool,
+        slots: int,
+        resident: int,
+        room: int | None = None,
+        told: Callable[[int, int], None] | None = None,
+    ) -> None:
         self.device = device
         self.trained = trained
         self.count = slots
         self.resident = resident
+        self.room = room
+        self.told = told
         self.flats: list[Flat] = []
+        self.blocks = 0
         self.slots: Slots | None = None
         self._inside: dict[int, Any] = {}
         self._hooks: list[Any] = []
@@ -37,15 +53,74 @@ class HostBlocks:
     def host_bytes(self) -> int:
         return sum(flat.bytes for flat in self.flats)
 
-    def block(self, block: nn.Module) -> None:
-        """Takes a block that was just made, before anything is put around it, to the host: every tensor of it."""
-        self.flats.append(Flat(block, self.device, True))
+    def begin(self, blocks: int) -> None:
+        """So many blocks will come."""
+        self.blocks = blocks
+
+    def block(self, block: nn.Module, fill: Callable[[str, Tensor], None] | None = None) -> None:
+        """Takes a block, before anything is put around it, to the host: every tensor of it. With `fill`, its parameters are on
+        the meta device and fill(name, view) writes them. NothingFitsError when the blocks do not fit the host."""
+        self._take(block, True, fill)
+
+    def _take(self, block: nn.Module, trained: bool, fill: Callable[[str, Tensor], None] | None = None) -> None:
+        count = flat_bytes(block, trained)
+        self._check(count)
+        arrived = self.host_bytes
+
+        def filling(name: str, view: Tensor) -> None:
+            nonlocal arrived
+            assert fill is not None
+            fill(name, view)
+            arrived += view.numel() * view.element_size()
+            self._tell(arrived, count)
+
+        try:
+            self.flats.append(Flat(block, self.device, trained, None if fill is None else filling))
+        except NothingFitsError as error:
+            raise self._lacking(error.fault.what, count) from error
+        self._tell(self.host_bytes, count)
+
+    def _expected(self, count: int) -> int:
+        """Bytes of all blocks, when the next one has `count`: those to come are taken to be like it."""
+        return self.host_bytes + count * max(1, self.blocks - len(self.flats))
+
+    def _tell(self, arrived: int, count: int) -> None:
+        if self.told is not None:
+            self.told(arrived, max(arrived, self.host_bytes + count * (self.blocks - len(self.flats))))
+
+    def _check(self, count: int) -> None:
+        """Before pages are taken, so that the first block already says that the last one will not fit."""
+        if self.room is not None and self._expected(count) > self.room:
+            raise self._lacking(f"only {gib(self.room)} of host memory may be taken for them", count)
+
+    def _lacking(self, reason: str, count: int) -> NothingFitsError:
+        blocks = max(self.blocks, len(self.flats) + 1)
+        how = "pinned" if self.device.type == "cuda" else "taken"
+        return NothingFitsError(
+            f"the {blocks} streamed blocks need {gib(self._expected(count))} of host memory ({gib(count)} a block); "
+            f"{len(self.flats)} ({gib(self.host_bytes)}) were {how}, and the next did not fit: {reason}; {limits()}",
+            "plan.weights=streamed",
+            "free host memory, raise plan.host_memory, the container's limit or `ulimit -l`, leave some blocks on the device by "
+            "plan.weights=resident, or store the frozen base smaller: model.base=nf4",
+        )
+
+    def abandon(self) -> None:
+        """Gives every page back: loading failed, and the model will not be used."""
+        self._drop_hooks()
+        self.slots = None
+        for flat in self.flats:
+            flat.give_up()
+        self.flats = []
 
     def rest(self, model: nn.Module, blocks: list[nn.Module]) -> None:
         """Takes the blocks that were not yet taken, and sends everything else to the device."""
+        self.blocks = len(blocks)
         for number, block in enumerate(blocks):
             if number == len(self.flats):
-                self.flats.append(Flat(block, self.device, self.trained))
+                self._take(block, self.trained)
+            elif not self.flats[number].still_holds(block):
+                # An adapter's start may take its part out of the base; freezing may change a type.
+                self.flats[number] = Flat(block, self.device, self.trained)
         streamed = {id(spot.parameter) for flat in self.flats for spot in flat.spots if spot.parameter is not None}
         inside = {id(module) for block in blocks for module in block.modules()}
         for parameter in model.parameters():
@@ -61,12 +136,15 @@ class HostBlocks:
 
     def watch(self, blocks: Any) -> None:
         """From now on these modules, one a block in order, fetch their block when they are called."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._drop_hooks()
         for number, block in enumerate(blocks):
             self._hooks.append(block.register_forward_pre_hook(self._enter(number)))
             self._hooks.append(block.register_forward_hook(self._leave(number), always_call=True))
+
+    def _drop_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _enter(self, number: int) -> Any:
         def enter(module: nn.Module, given: Any) -> None:

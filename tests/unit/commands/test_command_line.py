@@ -157,6 +157,7 @@ def test_one_rank_alone_prints_what_all_ranks_see(
             "x.jsonl line 2: a bad row\n    -> mend it\n",
         ),
         ("KeyboardInterrupt()", 130, "interrupted (Ctrl-C)\n"),
+        ("KeyboardInterrupt('while it was loaded')", 130, "interrupted (Ctrl-C) while it was loaded\n"),
         ("BrokenPipeError()", 141, ""),
     ],
 )
