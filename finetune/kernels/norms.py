@@ -1,15 +1,16 @@
 """The norm of a gradient: one function for all of a step's ways, so that a clip's factor does not depend on where tensors live.
 
 A tall matrix (embedding, head) is never whole on the device when it is streamed, so its norm is that of its parts' norms,
-cut at the same rows everywhere.
+cut at the same rows everywhere. The file imports no torch by itself, since cost models count parts too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TALL_ELEMENTS = 2**25
 """Elements of one part of a tall matrix: 64 MiB in 16 bits."""
@@ -34,11 +35,15 @@ def tensor_norm(gradient: Tensor) -> Tensor:
 
 def joined(norms: Iterable[Tensor]) -> Tensor:
     """The norm of a tensor whose parts have these norms."""
+    import torch
+
     several = list(norms)
     return several[0] if len(several) == 1 else torch.linalg.vector_norm(torch.stack(several))
 
 
 def _norm(gradient: Tensor) -> Tensor:
+    import torch
+
     if gradient.dtype == torch.float32:
         (norm,) = torch._foreach_norm([gradient])
         return norm
@@ -47,6 +52,8 @@ def _norm(gradient: Tensor) -> Tensor:
 
 def tensor_norms(gradients: Iterable[Tensor]) -> Tensor:
     """The norm of each gradient in the order given, [P], on the gradients' device."""
+    import torch
+
     several = list(gradients)
     if not several:
         return torch.zeros(0)

@@ -23,11 +23,12 @@ UpdateBytes = Callable[[int, str], int]
 
 @dataclass(frozen=True)
 class TrainedTensors:
-    """`count` trained tensors alike: elements of each, and bytes of optimizer state of each."""
+    """`count` trained tensors alike: elements and role of each, and bytes of optimizer state of each."""
 
     count: int
     elements: int
     state: int
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,12 @@ class Case:
         return max((each.elements for each in self.tensors), default=0)
 
     @property
+    def step_rows(self) -> int:
+        return max(self.rows, self.plan.micro_batch)
+
+    @property
     def step_tokens(self) -> int:
-        return max(self.rows, self.plan.micro_batch) * self.length
+        return self.step_rows * self.length
 
 
 def case_of(
@@ -77,7 +82,7 @@ def case_of(
     """The case of a plan. `state_bytes` is the optimizer row's: bytes of one tensor's state, by its elements and its role."""
     alike = Counter(trained_tensors(shape, storage))
     tensors = tuple(
-        TrainedTensors(count, elements, state_bytes(elements, role)) for (elements, role), count in alike.items()
+        TrainedTensors(count, elements, state_bytes(elements, role), role) for (elements, role), count in alike.items()
     )
     return Case(shape, storage, plan, length, rows, tensors)
 

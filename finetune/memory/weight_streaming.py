@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune.contracts import Shape
+from finetune.contracts import Bytes, Shape
+from finetune.kernels.norms import tall_rows
 from finetune.memory.activations import boundary
 from finetune.memory.case import Case, compute_seconds, link_seconds
 from finetune.memory.checkpointing import forward_operations, step_operations
@@ -18,8 +19,6 @@ from finetune.memory.storage import Storage, coded_block_bytes
 
 UPDATES_AHEAD = 2
 """Blocks whose gradients and state are on the device at once while updates pass."""
-GRADIENTS_LEAVING = 2
-"""Blocks whose gradients are on the device at once in backward: one that is made, one that goes down."""
 
 
 def block_bytes(shape: Shape, storage: Storage) -> int:
@@ -69,24 +68,95 @@ def streaming_of(case: Case) -> Streaming:
 
 def block_state(case: Case) -> int:
     """Bytes of optimizer state of one block's trained tensors."""
-    shape = case.shape
-    inside = [each for each in case.tensors if each.elements < shape.embedding_parameters]
-    total = sum(each.count * each.state for each in inside)
-    return total // shape.blocks
+    inside = [each for each in case.tensors if each.role in ("block", "extra", "")]
+    return sum(each.count * each.state for each in inside) // case.shape.blocks
 
 
-def outside_parameters(shape: Shape) -> int:
-    """Elements of embedding, head and final norm."""
-    return shape.embedding_parameters + shape.head_parameters + shape.extra
+@dataclass(frozen=True)
+class StreamedEnds:
+    """Embedding and head of a streamed plan: bytes that are on the host in place of the device (weights, gradients, state),
+    and bytes of one part as it passes, alone and with what its update needs."""
+
+    weights: int
+    gradients: int
+    state: int
+    part: int
+    part_with_update: int
+    embedding_passes: bool
+    head_passes: bool
+    visiting: int
+
+    def head_moments(self, case: Case) -> list[Bytes]:
+        """The two passes of a head over the labelled positions, if every position has a label."""
+        shape, storage = case.shape, case.storage
+        rows = tall_rows(shape.vocabulary, shape.hidden)
+        positions = case.step_tokens if storage.trained else min(case.step_tokens, max(HEAD_TOGETHER, case.work.tokens))
+        tile = min(HEAD_TILE, positions)
+        hidden = positions * shape.hidden
+        logits = tile * rows * storage.compute
+        cast = storage.compute * rows * shape.hidden if storage.compute < storage.weight and storage.trained else 0
+        first = Bytes(
+            {
+                "passing head": 2 * self.part_with_update,
+                "logits": logits,
+                "workspace": storage.compute * hidden + cast,
+            }
+        )
+        own = 3 * 4 * rows * shape.hidden if storage.trained else 0
+        second = Bytes(
+            {
+                "passing head": 2 * self.part,
+                "logits": logits,
+                "workspace": (storage.compute + 4) * hidden + max(4 * tile * shape.hidden, own) + cast,
+            }
+        )
+        return [first, second]
+
+
+HEAD_TILE, HEAD_TOGETHER = 4096, 16384
+"""Positions of a tile, and those that pass a frozen head together (train/streamed_ends)."""
+BOUNDARIES_BEHIND, BOUNDARIES_AHEAD = 6, 2
+"""Micro-batches whose inputs may be on their way down, and up (train/streamed)."""
+
+
+def ends_of(case: Case) -> StreamedEnds:
+    """The figures of embedding and head; a shared matrix goes where either is said to be."""
+    shape, storage, plan = case.shape, case.storage, case.plan
+    on_host = {"embedding": plan.embedding_placement == "host", "head": plan.head_placement == "host"}
+    if shape.tied:
+        both = on_host["embedding"] or on_host["head"]
+        on_host = {"embedding": both, "head": False}
+    each = storage.weight if storage.trained else storage.frozen
+    elements = {"embedding": shape.embedding_parameters, "head": shape.head_parameters}
+    moved = sum(elements[name] for name, there in on_host.items() if there)
+    state = sum(t.count * t.state for t in case.tensors if on_host.get(t.role)) if storage.trained else 0
+    part = tall_rows(shape.vocabulary, shape.hidden) * shape.hidden
+    head_passes = on_host["head"] or (shape.tied and on_host["embedding"])
+    share = part / max(shape.embedding_parameters, 1)
+    one = max((t.state for t in case.tensors if t.role in ("embedding", "head")), default=0)
+    looked_up = on_host["embedding"] and not (storage.trained or shape.tied)
+    with_update = each * part + (int(share * one) + each * part if storage.trained else 0)
+    return StreamedEnds(
+        weights=each * moved,
+        gradients=storage.weight * moved if storage.trained else 0,
+        state=state,
+        part=each * part,
+        part_with_update=with_update,
+        embedding_passes=on_host["embedding"] and (storage.trained or shape.tied),
+        head_passes=head_passes,
+        visiting=each * (moved - (elements["embedding"] if looked_up else 0)),
+    )
 
 
 def host_bytes(case: Case) -> dict[str, int]:
     """Bytes on the host by cause."""
-    figures, blocks = streaming_of(case), case.shape.blocks
+    figures, ends, blocks = streaming_of(case), ends_of(case), case.shape.blocks
     causes = {"streamed weights": blocks * figures.block}
     if figures.gradients:
         causes["streamed gradients"] = blocks * figures.gradients
         causes["streamed optimizer"] = blocks * figures.state
+    if ends.weights:
+        causes["embedding and head"] = ends.weights + ends.gradients + ends.state
     if case.plan.activation_offload:
         causes["parked boundaries"] = blocks * figures.boundary
     return causes

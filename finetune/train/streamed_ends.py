@@ -171,9 +171,9 @@ class StreamedEmbedding:
             here = slice(self._ends[number], self._ends[number + 1])
             x_ND.index_copy_(0, self._order[here], weight_RD.index_select(0, self._sorted[here] - rows.start))
         counts = [batch.input_ids.numel() for batch in batches]
-        return [
-            part.view(*batch.input_ids.shape, width) for part, batch in zip(x_ND.split(counts), batches, strict=True)
-        ]
+        # Memory of their own: as views, all would stand until the last is gone.
+        parts = zip(x_ND.split(counts), batches, strict=True)
+        return [part.view(*batch.input_ids.shape, width).clone() for part, batch in parts]
 
     @torch.no_grad()
     def finish(self, carry: list[Tensor]) -> None:
