@@ -8,6 +8,7 @@ a CPU the same pages, not registered.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import resource
@@ -73,6 +74,21 @@ def _register(address: int, count: int) -> None:
             "plan.host_memory",
             "raise the limit of locked memory (ulimit -l), or switch off the plan's host placements",
         )
+
+
+MMAP_THRESHOLD, LARGE, USUAL = -3, 2**17, 32 * 2**20
+"""Of mallopt: the parameter, the size from which tensors get pages of their own, and where glibc's own rule ends up."""
+
+
+def large_tensors_apart(apart: bool) -> None:
+    """Whether large ordinary tensors get pages of their own, which go back to the system when they are freed (glibc).
+
+    While a model is packed and gets its adapters, short-lived large tensors and small ones that stay take turns: in one
+    heap that leaves holes, which add up to the whole unpacked model. Afterwards tensors of a step are better reused.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if set_option is not None:
+        set_option(MMAP_THRESHOLD, LARGE if apart else USUAL)
 
 
 def gib(count: float) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import NothingFitsError
-from finetune.memory.host import gib, limits
+from finetune.memory.host import gib, large_tensors_apart, limits
 from finetune.memory.streaming.flat import Flat, flat_bytes
 from finetune.memory.streaming.slots import Slots
 
@@ -48,6 +48,7 @@ class HostBlocks:
         self.slots: Slots | None = None
         self._inside: dict[int, Any] = {}
         self._hooks: list[Any] = []
+        large_tensors_apart(True)  # until `rest` or `abandon`
 
     @property
     def host_bytes(self) -> int:
@@ -106,6 +107,7 @@ class HostBlocks:
 
     def abandon(self) -> None:
         """Gives every page back: loading failed, and the model will not be used."""
+        large_tensors_apart(False)
         self._drop_hooks()
         self.slots = None
         for flat in self.flats:
@@ -133,6 +135,7 @@ class HostBlocks:
         spread = frozenset(spread_evenly(self.resident, len(blocks)))
         self.slots = Slots(self.flats, self.count, self.device, spread)
         self.watch(blocks)
+        large_tensors_apart(False)
 
     def watch(self, blocks: Any) -> None:
         """From now on these modules, one a block in order, fetch their block when they are called."""

@@ -333,3 +333,14 @@ def test_progress_in_a_log_file_is_a_line_now_and_then_and_one_at_the_end(monkey
     with BytesProgress(Log(console=Console(file=silent)), "weights to host memory"):
         pass
     assert silent.getvalue() == ""
+
+
+def test_packing_leaves_no_holes_in_the_heap(recipe, make_folder):
+    """What is unpacked on the way is larger than the bound, so it was given back block by block."""
+    folder = make_folder(num_hidden_layers=12, hidden_size=512, intermediate_size=1024)
+    before = pages._field("/proc/self/status", "RssAnon")
+    model, _ = streamed(recipe(folder, model={"base": "int8"}, adapter=LORA), training=False)
+    grown = pages._field("/proc/self/status", "RssAnon") - before
+    assert (folder / WEIGHTS).stat().st_size > 100 * 2**20
+    assert grown < 50 * 2**20
+    assert len(model.blocks) == 12
