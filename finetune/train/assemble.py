@@ -102,6 +102,13 @@ def _ends(model: Model, plan: Plan, layers: Any, device: torch.device, updates: 
         return made[id(parameter)]
 
     embedding = None
+    if model.fast is None and tied and "host" in (plan.embedding_placement, plan.head_placement):
+        raise ModelError(
+            f"{type(model.base).__name__} looks its embedding up in its own forward, and the head shares the matrix, so it "
+            "cannot pass through the device in parts",
+            "plan.embedding_placement, plan.head_placement",
+            "plan.embedding_placement=device plan.head_placement=device",
+        )
     if whole and (plan.embedding_placement == "host" or (tied and plan.head_placement == "host")):
         embedding = StreamedEmbedding(tall(table.weight), table.padding_idx)
     streamed_head = None

@@ -29,7 +29,6 @@ from finetune.train.streamed_ends import StreamedEmbedding, StreamedHead
 
 BEHIND = 6
 """Micro-batches whose inputs may still be on their way to the host: as many stand on the device beside those in work."""
-
 AHEAD = 2
 """Inputs that are brought up ahead of the one in use: with one, each block's first would come behind the next block's weights."""
 
@@ -74,8 +73,8 @@ class Streamed:
         """Forward and backward of all micro-batches; the summed losses of each, detached.
 
         `enter(batch)` is what one micro-batch's computation runs in (its keyed draws, its ids); `loss_of(hidden, batch)`
-        gives (the summed loss, what backward starts from), which is `factor` times it. Gradients are left in `.grad` of parameters on the device,
-        and with `deferred` on the host.
+        gives (the summed loss, what backward starts from), which is `factor` times it. Gradients are left in `.grad` of
+        parameters on the device, and with `deferred` on the host.
         """
         try:
             parts, carry = self._begin(batches, enter)
