@@ -243,7 +243,8 @@ class PlanSection(Section):
     loss_chunk: AutoWhole = "auto"
     """Positions whose logits exist at once; 0: all."""
     weights: Literal["auto", "resident", "streamed"] = "auto"
-    """Where the weights live: on the device, or fetched from host memory."""
+    """Where the weights live: on the device, or fetched from host memory. auto: on the device; on one GPU where no such plan
+    fits, streamed."""
     resident_blocks: AutoWhole = "auto"
     """With streamed weights: blocks that stay on the device."""
     slots: AutoCount = "auto"

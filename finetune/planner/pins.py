@@ -84,8 +84,8 @@ def _check_fast(recipe: Recipe, shape: Shape) -> None:
         )
 
 
-def _check_streamed(recipe: Recipe, ranks: int) -> None:
-    """What streamed weights cannot keep."""
+def why_not_streamed(recipe: Recipe, ranks: int) -> tuple[str, str]:
+    """Why weights cannot be streamed, as the end of a sentence, and what to do; empty where they can."""
     reason, remedy = "", "plan.weights=resident"
     if ranks > 1:
         reason = f"is for one process, and {ranks} were started"
@@ -101,6 +101,11 @@ def _check_streamed(recipe: Recipe, ranks: int) -> None:
     elif recipe.plan.optimizer_in_backward is True or recipe.plan.optimizer_placement == "host":
         reason = "updates blocks when they are fetched, and optimizer state of blocks is on the host already"
         remedy = "plan.optimizer_in_backward=auto, plan.optimizer_placement=auto"
+    return reason, remedy if reason else ""
+
+
+def _check_streamed(recipe: Recipe, ranks: int) -> None:
+    reason, remedy = why_not_streamed(recipe, ranks)
     if reason:
         raise InputError(f"plan.weights=streamed {reason}", "plan.weights", remedy)
 

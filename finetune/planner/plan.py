@@ -11,6 +11,8 @@ from typing import Any
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Plan, Shape
+from finetune.memory import weight_streaming
+from finetune.memory.case import Case
 from finetune.memory.table import LEVERS
 from finetune.planner.budget import Budget
 from finetune.planner.estimate import Estimate, Facts
@@ -63,6 +65,9 @@ def decide(
     space = Space(recipe, shape, hardware, ranks, longest_row or recipe.data.max_tokens, known)
     candidates, budget = space.candidates(), space.budget
     fitting = [candidate for candidate in candidates if not budget.lack(candidate.estimate)]
+    if not fitting and space.may_stream:
+        candidates = space.candidates(streamed=True)
+        fitting = [candidate for candidate in candidates if not budget.lack(candidate.estimate)]
     if not fitting:
         raise refusal(space, min(candidates, key=lambda each: (budget.lack(each.estimate), each.bytes)))
     best = min(candidate.relative_seconds for candidate in fitting)
@@ -119,6 +124,8 @@ def _reasons(space: Space, chosen: Candidate, candidates: list[Candidate]) -> tu
         f"the budget is {size(space.budget.device_bytes)} a process ({source}); the plan needs {size(chosen.bytes)}",
         f"micro-batch {plan.micro_batch} of {space.rows} rows: {_why(recipe, 'micro_batch', 'the fastest that fits')}",
     ]
+    if plan.weights == "streamed":
+        reasons += _of_streaming(plan, case, recipe)
     if plan.fast_block:
         kernel = {"auto": "torch's choice of kernel", "deterministic": "a deterministic kernel"}.get(
             plan.attention, f"the {plan.attention} kernel"
@@ -146,6 +153,19 @@ def _reasons(space: Space, chosen: Candidate, candidates: list[Candidate]) -> tu
     if pins:
         reasons.append(f"pinned: {', '.join(pins)}")
     return tuple(reasons)
+
+
+def _of_streaming(plan: Plan, case: Case, recipe: Recipe) -> list[str]:
+    """What the reader of a streamed plan should know of it."""
+    blocks, each = case.shape.blocks, weight_streaming.streaming_of(case).block
+    asked = "as the recipe says" if recipe.plan.weights == "streamed" else "no plan with resident weights fits"
+    return [
+        f"weights streamed ({asked}): {blocks - plan.resident_blocks} of {blocks} blocks live on the host, {size(each)} each, "
+        f"and take turns in {plan.slots} buffers of the GPU; estimated to cost {max(0.0, weight_streaming.slowdown(case)):.0%} of "
+        "a recomputing step",
+        f"embedding on the {plan.embedding_placement}, head on the {plan.head_placement}"
+        + (" (on the host they pass in parts: reordered sums)" if plan.head_placement == "host" else ""),
+    ]
 
 
 def _why(recipe: Recipe, field: str, otherwise: str) -> str:

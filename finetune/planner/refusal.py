@@ -75,6 +75,8 @@ def _described(plan: Plan) -> str:
         lever.name: getattr(plan, lever.field) for lever in LEVERS.values() if getattr(plan, lever.field) != lever.off
     }
     shown = [name if value is True or value == "host" else f"{name} {value}" for name, value in on.items()]
+    if plan.weights == "streamed":
+        shown = ["streamed weights", *shown]
     return ", ".join([f"micro-batch {plan.micro_batch}", *shown])
 
 
@@ -116,7 +118,7 @@ def _proposals(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], Recipe, str]]:
 def _tried(space: Space, keys: tuple[str, ...], recipe: Recipe, longest: int, note: str) -> Change:
     changed = replace(space, recipe=recipe, longest_row=longest)
     try:
-        candidates = changed.candidates()
+        candidates = changed.candidates(streamed=changed.may_stream)
     except InputError as error:
         return Change(keys, 0, False, str(error))
     budget = changed.budget

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Bytes, Plan, Shape
-from finetune.memory.case import case_of
+from finetune.memory import weight_streaming
+from finetune.memory.case import Case, case_of
 from finetune.memory.storage import storage_of
 from finetune.memory.table import LEVERS
 from finetune.planner.hardware import Hardware
@@ -110,6 +111,8 @@ def _levers(decision: Decision, shape: Shape, recipe: Recipe) -> Table:
     allowance = Allowance(recipe, shape, storage, facts.precision, decision.plan.ranks)
     table = _table("Levers", "lever", "value", "saves", "costs", "exactness", "what it does")
     table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
+    if decision.plan.weights == "streamed":
+        _streamed_row(table, case)
     for lever in LEVERS.values():
         value = getattr(decision.plan, lever.field)
         on = value != lever.off
@@ -123,6 +126,19 @@ def _levers(decision: Decision, shape: Shape, recipe: Recipe) -> Table:
         label = {True: "on", False: "off"}.get(value, str(value)) if on else "off"
         table.add_row(lever.name, label, verb + size(saved), f"{verb}{cost:.0%}", lever.exact, lever.note)
     return table
+
+
+def _streamed_row(table: Table, case: Case) -> None:
+    """What streaming saves and costs, beside the levers."""
+    plan, figures = case.plan, weight_streaming.streaming_of(case)
+    moved = weight_streaming.ends_of(case)
+    kept = case.shape.blocks * (figures.block + figures.gradients + figures.state) - weight_streaming.slots_bytes(case)
+    saved = kept + moved.weights + moved.gradients + moved.state
+    exact = "reordered sums" if moved.head_passes else "bitwise"
+    note = f"blocks live on the host and take turns in {plan.slots} buffers; {plan.resident_blocks} stay"
+    table.add_row(
+        "streamed weights", "on", size(saved), f"{max(0.0, weight_streaming.slowdown(case)):.0%}", exact, note
+    )
 
 
 def _neighbours(decision: Decision) -> Table:
@@ -150,6 +166,13 @@ def _on(plan: Plan) -> str:
     on = {
         lever.field: getattr(plan, lever.field) for lever in LEVERS.values() if getattr(plan, lever.field) != lever.off
     }
+    if plan.weights == "streamed":
+        on = {
+            "weights": "streamed",
+            "resident_blocks": plan.resident_blocks,
+            "head_placement": plan.head_placement,
+            **on,
+        }
     return ", ".join(field if value is True else f"{field}={value}" for field, value in on.items()) or "none"
 
 

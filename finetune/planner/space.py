@@ -8,6 +8,7 @@ yet, so seconds are not known.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -23,8 +24,9 @@ from finetune.memory.table import LEVERS
 from finetune.planner.budget import Budget, budget_of, device_of, precision_of
 from finetune.planner.estimate import Estimate, Facts, StateBytes, UpdateBytes, estimate_case
 from finetune.planner.hardware import Hardware
-from finetune.planner.pins import Allowance, lever_choices, micro_batches
+from finetune.planner.pins import Allowance, lever_choices, micro_batches, why_not_streamed
 
+Place = Literal["device", "host"]
 THIN = {"cpu": 8.0, "cuda": 64.0}
 """Tokens that a micro-batch costs beyond its own, because its matrix products are thin."""
 OVERHEAD = {"cpu": 5e-3 * 5e10, "cuda": 1.5e-3 * 5e14}
@@ -117,9 +119,15 @@ class Space:
         made = case_of(self.shape, self.storage, plan, facts.longest_row, facts.rows, facts.state_bytes)
         return replace(made, update_bytes=facts.update_bytes)
 
-    def candidates(self) -> list[Candidate]:
+    @property
+    def may_stream(self) -> bool:
+        """Whether streamed plans are left to be tried where no resident one fits: on a GPU, and nothing speaks against it."""
+        wanted = self.recipe.plan.weights
+        return wanted == "auto" and self.storage.device == "cuda" and not why_not_streamed(self.recipe, self.ranks)[0]
+
+    def candidates(self, streamed: bool = False) -> list[Candidate]:
         """Every plan, larger micro-batches and fewer levers first; times are relative to the fastest. InputError for pins
-        that no plan keeps."""
+        that no plan keeps. Streamed plans are among them where the recipe asks for them, or with `streamed`."""
         storage, rows = self.storage, self.rows
         choices = [lever_choices(lever, self.allowance) for lever in LEVERS.values()]
         fields = [lever.field for lever in LEVERS.values()]
@@ -141,7 +149,7 @@ class Space:
             base = replace(base, plan=plan) if base else self.case(plan)
             if self.recipe.plan.weights != "streamed":
                 found.append(Candidate(plan, estimate_case(base, by_tokens), self._cost(base)))
-            for other in self._streamed(plan):
+            for other in self._streamed(plan) if streamed or self.recipe.plan.weights == "streamed" else ():
                 base = replace(base, plan=other)
                 found.append(Candidate(other, estimate_case(base, by_tokens), self._cost(base)))
         if not found:
@@ -154,18 +162,35 @@ class Space:
         fastest = min(candidate.relative_seconds for candidate in found)
         return [replace(each, relative_seconds=each.relative_seconds / fastest) for each in found]
 
-    def _streamed(self, plan: Plan) -> list[Plan]:
-        """This plan with its weights streamed, where that is asked for and the plan has what streaming does by itself."""
-        wanted = self.recipe.plan
-        if wanted.weights != "streamed" or plan.activation_checkpointing is not True:
-            return []
-        if plan.optimizer_in_backward or plan.optimizer_placement == "host":
-            return []
-        resident = 0 if wanted.resident_blocks == "auto" else min(wanted.resident_blocks, self.shape.blocks)
-        head: Literal["device", "host"] = "device" if wanted.head_placement == "auto" else wanted.head_placement
+    def _streamed(self, plan: Plan) -> Iterator[Plan]:
+        """This plan with its weights streamed, if it has what streaming does by itself: by where embedding and head are, and
+        by resident blocks where memory is what is looked for."""
+        wanted, blocks = self.recipe.plan, self.shape.blocks
+        if plan.activation_checkpointing is not True or plan.optimizer_in_backward:
+            return
+        if plan.optimizer_placement == "host":
+            return
         slots = plan.slots if wanted.slots == "auto" else wanted.slots
-        streamed = replace(plan, weights="streamed", resident_blocks=resident, head_placement=head)
-        return [replace(streamed, slots=slots)]
+        resident = [0]
+        if wanted.resident_blocks != "auto":
+            resident = [min(wanted.resident_blocks, blocks)]
+        elif wanted.weights == "auto" or wanted.gpu_memory != "auto":
+            resident = sorted({0, *(blocks * quarter // 4 for quarter in (1, 2, 3))})
+        streamed = replace(plan, weights="streamed", slots=slots)
+        for (embedding, head), count in itertools.product(self._ends(plan.embedding_placement), resident):
+            yield replace(streamed, resident_blocks=count, embedding_placement=embedding, head_placement=head)
+
+    def _ends(self, embedding: Place) -> list[tuple[Place, Place]]:
+        """Where embedding and head may be in a streamed plan: a pin, or the device and, where it is exact, the host."""
+        wanted, storage = self.recipe.plan, self.storage
+        heads: list[Place] = ["device"] if wanted.head_placement == "auto" else [wanted.head_placement]
+        plain = storage.fast and not storage.own_head and self.recipe.plan.exact != "bitwise"
+        if wanted.head_placement == "auto" and plain:
+            heads.append("host")
+        if wanted.embedding_placement != "auto" or not (storage.trained and plain):
+            return [(embedding, head) for head in heads]
+        # Trained, both go together: one of them alone on the device takes most of what the other frees.
+        return [(head, head) for head in heads]
 
     def _cost(self, case: Case) -> float:
         """Operations of one rank's step, with what levers, thin micro-batches and padding add."""

@@ -57,8 +57,9 @@ def test_full_8b_fits_80_gb_with_its_optimizer_on_the_host_and_less_without_clip
     unclipped = chosen("1x60GB,256GB", train__max_grad_norm=None, train__batch=1, **full)
     assert unclipped.plan.optimizer_in_backward
     assert "not undone" in " ".join(unclipped.reasons)
-    error = refused("1x60GB,256GB", train__batch=1, **full)
+    error = refused("1x60GB,256GB", train__batch=1, plan__weights="resident", **full)
     assert error.gap > 0
+    assert chosen("1x60GB,256GB", train__batch=1, **full).plan.weights == "streamed"
 
 
 def test_the_hosts_memory_bounds_what_is_put_there() -> None:
