@@ -41,7 +41,7 @@ def test_more_memory_keeps_blocks_on_the_device() -> None:
 
 
 def test_a_host_that_is_too_small_is_named() -> None:
-    error = refused("1x8GB,60GB", **FULL)
+    error = refused("1x8GB,60GB", plan__weights="streamed", **FULL)
     assert re.search(r"GiB of host memory at least", str(error))
 
 
