@@ -41,7 +41,7 @@ def test_more_memory_keeps_blocks_on_the_device() -> None:
 
 
 def test_a_host_that_is_too_small_is_named() -> None:
-    error = refused("1x8GB,60GB", plan__weights="streamed", **FULL)
+    error = refused("1x24GB,32GB", plan__weights="streamed", **FULL)
     assert re.search(r"GiB of host memory at least", str(error))
 
 
