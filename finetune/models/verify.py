@@ -56,7 +56,7 @@ def verify_packing(model: Model) -> None:
     with mode_of(model, training=False):
         try:
             row = hidden_states(model, together)
-        except (TypeError, AttributeError, RuntimeError) as error:
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise _fault(model, f"does not take a mask for packed rows ({error})", "set data.pack=false") from error
         for cut in cuts:
             alone = dataclasses.replace(

@@ -165,6 +165,9 @@ class Space:
         head: Literal["device", "host"] = "device" if wanted.head_placement == "auto" else wanted.head_placement
         slots = plan.slots if wanted.slots == "auto" else wanted.slots
         streamed = replace(plan, weights="streamed", resident_blocks=resident, head_placement=head)
+        if self.shape.tied and "host" in (head, plan.embedding_placement):
+            # One matrix is in one place.
+            streamed = replace(streamed, embedding_placement="host", head_placement="host")
         return [replace(streamed, slots=slots)]
 
     def _cost(self, case: Case) -> float:
