@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from finetune.contracts import Batch, Model
 from finetune.errors import ModelError
 from finetune.models.decoder import hidden_states, packed_masks
+from finetune.models.verify import LENGTHS, is_close, mode_of, probe_batch
 
 Given = list[tuple[tuple[Any, ...], dict[str, Any]]]
 """What each block is called with beside its input."""
@@ -97,11 +98,7 @@ class Layers:
         made = _listed(self._masks(batch))
         out = self.model.blocks[number](x_BSD, *_with(args, made), **_with(kwargs, made))
         if not isinstance(out, Tensor):
-            raise ModelError(
-                f"{type(self.model.blocks[number]).__name__} returns more than its hidden states",
-                "plan.weights",
-                "plan.weights=resident",
-            )
+            raise _too_much(self.model.blocks[number])
         return out
 
     def _masks(self, batch: Batch) -> Any:
@@ -130,20 +127,66 @@ class Layers:
 
 
 @torch.no_grad()
-def check(model: Model, layers: Any, batch: Batch) -> None:
-    """ModelError unless blocks run one at a time give what the model's own forward gives."""
-    own_BSD = hidden_states(model, batch)
-    x_BSD, inputs = layers.begin(batch)
+def check(model: Model, layers: Layers, packed: bool) -> None:
+    """ModelError unless blocks run one at a time give what the model's own forward gives.
+
+    Two rows go through block by block, and then every block runs once more, last first and with nothing that an earlier one
+    may have left behind, as in backward: a state that blocks share shows in one or the other. Leaves the model as it was.
+    """
+    batches = [probe_batch(model, LENGTHS if packed else LENGTHS[:1], first) for first in (3, 5)]
+    with mode_of(model, training=False):
+        own = [_whole(model, layers, batch) for batch in batches]
+        try:
+            ours, apart = _one_by_one(model, layers, batches)
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+            raise _shared(model, f": {str(error).splitlines()[0]}" if str(error) else "") from error
+    if not apart or not all(is_close(first, second) for first, second in zip(own, ours, strict=True)):
+        raise _shared(model)
+
+
+def _whole(model: Model, layers: Layers, batch: Batch) -> Tensor:
+    """The model's own forward; ModelError where a block returns more than a tensor."""
+    kinds: list[type] = []
+    hooks = [block.register_forward_hook(lambda _, given, out: kinds.append(type(out))) for block in model.blocks]
+    try:
+        with layers.context():
+            out_BSD = hidden_states(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not all(issubclass(kind, Tensor) for kind in kinds):
+        raise _too_much(model.blocks[0])
+    return out_BSD
+
+
+def _one_by_one(model: Model, layers: Layers, batches: list[Batch]) -> tuple[list[Tensor], bool]:
+    """What comes out when all batches go through a block before the next, and whether each block gives the same alone."""
+    begun = [layers.begin(batch) for batch in batches]
+    kept = [[x_BSD for x_BSD, _ in begun]]
     for number in range(len(model.blocks)):
-        x_BSD = layers.forward(number, x_BSD, inputs)
-    ours_BSD = layers.finish(x_BSD, batch)
-    if not torch.allclose(own_BSD.float(), ours_BSD.float(), rtol=1e-2, atol=1e-2 * float(own_BSD.abs().max())):
-        raise ModelError(
-            f"the blocks of {type(model.base).__name__} share more than their input (caches, states of other blocks), so "
-            "they cannot be run one at a time",
-            "plan.weights",
-            "plan.weights=resident",
-        )
+        pairs = zip(kept[-1], begun, strict=True)
+        kept.append([layers.forward(number, x_BSD, inputs) for x_BSD, (_, inputs) in pairs])
+    fresh = [layers.begin(batch)[1] for batch in batches]
+    apart = True
+    for number in reversed(range(len(model.blocks))):
+        for x_BSD, out_BSD, inputs in zip(kept[number], kept[number + 1], fresh, strict=True):
+            apart = apart and is_close(layers.forward(number, x_BSD, inputs), out_BSD)
+    return [layers.finish(x_BSD, batch) for x_BSD, batch in zip(kept[-1], batches, strict=True)], apart
+
+
+def _shared(model: Model, why: str = "") -> ModelError:
+    return ModelError(
+        f"the blocks of {type(model.base).__name__} share more than their input (caches, states of other blocks), so they "
+        f"cannot be run one at a time{why}",
+        "plan.weights",
+        "plan.weights=resident",
+    )
+
+
+def _too_much(block: nn.Module) -> ModelError:
+    return ModelError(
+        f"{type(block).__name__} returns more than its hidden states", "plan.weights", "plan.weights=resident"
+    )
 
 
 def _holder(model: Model) -> Any:

@@ -36,42 +36,42 @@ def verify(model: Model, packed: bool, training: bool) -> None:
 @torch.no_grad()
 def verify_logits(model: Model) -> None:
     """The model's own logits are its head applied to its hidden states, changed as the loss will change them."""
-    batch = _probe(model, LENGTHS[:1])
-    with _mode(model, training=False):
+    batch = probe_batch(model, LENGTHS[:1])
+    with mode_of(model, training=False):
         own = model.base(input_ids=batch.input_ids, use_cache=False).logits
         ours = model.head(hidden_states(model, batch))
         change = logits_change(model.base.config)
         ours = ours if change is None else change(ours)
     if not bool(own.isfinite().all()):
         raise _fault(model, "gives logits that are not finite numbers", "check its weights, and adapter.alpha")
-    if not _close(own, ours):
+    if not is_close(own, ours):
         raise _fault(model, "changes its logits after the head in a way that is not known here")
 
 
 @torch.no_grad()
 def verify_packing(model: Model) -> None:
     """Two documents in one row give what each gives alone."""
-    together = _probe(model, LENGTHS)
+    together = probe_batch(model, LENGTHS)
     cuts = [slice(0, LENGTHS[0]), slice(LENGTHS[0], sum(LENGTHS))]
-    with _mode(model, training=False):
+    with mode_of(model, training=False):
         try:
             row = hidden_states(model, together)
-        except (TypeError, AttributeError, RuntimeError) as error:
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise _fault(model, f"does not take a mask for packed rows ({error})", "set data.pack=false") from error
         for cut in cuts:
             alone = dataclasses.replace(
                 together, input_ids=together.input_ids[:, cut], document_ids=None, positions=None
             )
-            if not _close(hidden_states(model, alone), row[:, cut]):
+            if not is_close(hidden_states(model, alone), row[:, cut]):
                 raise _fault(model, "lets packed documents see each other", "set data.pack=false")
 
 
 @torch.no_grad()
 def verify_draws(model: Model) -> None:
     """With its dropout modules off (they are keyed later), a forward in training mode draws nothing at random."""
-    batch = _probe(model, LENGTHS[:1])
+    batch = probe_batch(model, LENGTHS[:1])
     device = batch.input_ids.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _mode(model, training=True):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), mode_of(model, training=True):
         for child in model.module.modules():
             if isinstance(child, nn.Dropout):
                 child.eval()
@@ -105,11 +105,11 @@ def _generator_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def _probe(model: Model, lengths: tuple[int, ...]) -> Batch:
-    """One row of documents of the given lengths, of ordinary tokens."""
+def probe_batch(model: Model, lengths: tuple[int, ...], first: int = 3) -> Batch:
+    """One row of documents of the given lengths, of ordinary tokens; another `first` gives another row."""
     device, rows = model.device, model.base.get_input_embeddings().weight.shape[0]
     total = sum(lengths)
-    tokens_S = (torch.arange(total, device=device) * 7 + 3) % rows
+    tokens_S = (torch.arange(total, device=device) * 7 + first) % rows
     documents_S = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
     positions_S = torch.cat([torch.arange(length) for length in lengths]).to(device)
     several = len(lengths) > 1
@@ -124,7 +124,7 @@ def _probe(model: Model, lengths: tuple[int, ...]) -> Batch:
 
 
 @contextmanager
-def _mode(model: Model, training: bool) -> Iterator[None]:
+def mode_of(model: Model, training: bool) -> Iterator[None]:
     """Every module in one mode, each put back into its own afterwards."""
     before = [(child, child.training) for child in model.module.modules()]
     model.module.train(training)
@@ -135,7 +135,8 @@ def _mode(model: Model, training: bool) -> Iterator[None]:
             child.training = mode
 
 
-def _close(first: Tensor, second: Tensor) -> bool:
+def is_close(first: Tensor, second: Tensor) -> bool:
+    """Whether two results of the same operations are the same but for roundings."""
     device = first.device.type
     made_in = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else first.dtype
     allowed = TOLERANCE.get(made_in, 1e-2) * first.abs().max().clamp_min(1e-6)

@@ -5,7 +5,7 @@ A pin is a promise: it is kept or refused with the reason, never bent.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.config.schema import Recipe
@@ -27,7 +27,7 @@ BUILT: dict[str, tuple[Any, ...]] = {
 """Keys of plan.* whose choices are not built yet, with the values that this version keeps."""
 
 
-def check_built(recipe: Recipe, shape: Shape, ranks: int) -> None:
+def check_built(recipe: Recipe, shape: Shape, ranks: int, storage: Storage) -> None:
     """NotBuiltError or InputError for a pinned choice that this version or this launch cannot keep."""
     for field, kept in BUILT.items():
         value = getattr(recipe.plan, field)
@@ -55,6 +55,8 @@ def check_built(recipe: Recipe, shape: Shape, ranks: int) -> None:
         )
     if recipe.plan.weights == "streamed":
         _check_streamed(recipe, ranks)
+        _check_counts(recipe, shape)
+        _check_head(recipe, shape, storage)
     if recipe.plan.data not in ("auto", ranks):
         started = "1 process was" if ranks == 1 else f"{ranks} processes were"
         raise InputError(
@@ -108,6 +110,43 @@ def _check_streamed(recipe: Recipe, ranks: int) -> None:
     reason, remedy = why_not_streamed(recipe, ranks)
     if reason:
         raise InputError(f"plan.weights=streamed {reason}", "plan.weights", remedy)
+
+
+def _check_counts(recipe: Recipe, shape: Shape) -> None:
+    """Pinned numbers of blocks that the model does not have."""
+    for field in ("resident_blocks", "slots"):
+        count = getattr(recipe.plan, field)
+        if count != "auto" and count > shape.blocks:
+            raise InputError(
+                f"plan.{field}={count}, but {shape.name} has {shape.blocks} blocks",
+                f"plan.{field}",
+                f"plan.{field}={shape.blocks} or less, or leave it auto",
+            )
+
+
+def _check_head(recipe: Recipe, shape: Shape, storage: Storage) -> None:
+    """What a head on the host cannot keep, and what plan.exact=bitwise says of both ends."""
+    plan = recipe.plan
+    roles = {role for _, role in storage.part.tensors} if storage.part is not None and not storage.trained else set()
+    in_parts = plan.head_placement == "host"
+    field, reason = "head_placement", ""
+    if plan.exact == "bitwise" and in_parts:
+        reason = "gives reordered sums, which plan.exact=bitwise forbids"
+    elif plan.exact == "bitwise" and plan.embedding_placement == "host" and (storage.trained or shape.tied):
+        field, reason = "embedding_placement", "gives reordered sums, which plan.exact=bitwise forbids"
+    elif shape.tied and {plan.head_placement, plan.embedding_placement} == {"device", "host"}:
+        field = "head_placement" if in_parts else "embedding_placement"
+        reason = f"contradicts the other end's placement: {shape.name} has one matrix for embedding and head"
+    elif in_parts and shape.changed_logits:
+        reason = f"is for logits as the head gives them, and {shape.name} changes its own (a cap or a scale)"
+    elif in_parts and (storage.head_adapted or "head" in roles):
+        reason = "is for a head of one matrix, and this one has an adapter, trained rows or a trained copy"
+    elif in_parts and shape.tied and (storage.embedding_adapted or "embedding" in roles):
+        reason = "takes the embedding that it shares along, and that one has an adapter, trained rows or a trained copy"
+    elif in_parts and shape.tied and not storage.fast:
+        reason = f"takes the embedding that {shape.name} shares with it along, which only fast blocks can (plan.fast_block=true)"
+    if reason:
+        raise InputError(f"plan.{field}=host {reason}", f"plan.{field}", f"plan.{field}=device")
 
 
 def micro_batches(recipe: Recipe, rows: int, ranks: int) -> list[int]:
@@ -179,9 +218,21 @@ def _forbidden(lever: Lever, allowance: Allowance) -> str:
         return "would change the draws of the dropout on the head's adapter"
     if lever.field == "optimizer_in_backward":
         return step_in_backward.refusal(recipe, allowance.precision, allowance.ranks)
-    if lever.field == "embedding_placement" and not (recipe.plan.weights == "streamed" and storage.fast):
-        return host_embedding.refusal(allowance.shape, storage)
+    if lever.field == "embedding_placement":
+        return _embedding_refusal(allowance)
     return ""
+
+
+def _embedding_refusal(allowance: Allowance) -> str:
+    """Fast blocks are given their input, so a streamed step can take any embedding of one matrix through the device."""
+    shape, storage = allowance.shape, allowance.storage
+    reason = host_embedding.refusal(shape, storage)
+    if not reason or allowance.recipe.plan.weights != "streamed":
+        return reason
+    other = host_embedding.refusal(replace(shape, tied=False), replace(storage, trained=False))
+    if other or storage.fast:
+        return other
+    return f"{reason}; with fast blocks (plan.fast_block=true) a streamed step can do that"
 
 
 def _senseless(value: Any, allowance: Allowance) -> str:

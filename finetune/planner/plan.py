@@ -60,9 +60,9 @@ def decide(
     Raises NothingFitsError (as PlanRefusedError: the gap, the smallest plan, the recipe changes that would fit);
     InputError or NotBuiltError for pins that contradict the recipe or cannot be kept.
     """
-    check_built(recipe, shape, ranks)
     known = None if lengths is None else tuple(int(length) for length in lengths[:LENGTHS])
     space = Space(recipe, shape, hardware, ranks, longest_row or recipe.data.max_tokens, known)
+    check_built(recipe, shape, ranks, space.storage)
     candidates, budget = space.candidates(), space.budget
     fitting = [candidate for candidate in candidates if not budget.lack(candidate.estimate)]
     if not fitting and space.may_stream:

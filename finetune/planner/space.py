@@ -178,6 +178,9 @@ class Space:
             resident = sorted({0, *(blocks * quarter // 4 for quarter in (1, 2, 3))})
         streamed = replace(plan, weights="streamed", slots=slots)
         for (embedding, head), count in itertools.product(self._ends(plan.embedding_placement), resident):
+            if self.shape.tied and "host" in (embedding, head):
+                # One matrix is in one place.
+                embedding = head = "host"
             yield replace(streamed, resident_blocks=count, embedding_placement=embedding, head_placement=head)
 
     def _ends(self, embedding: Place) -> list[tuple[Place, Place]]:

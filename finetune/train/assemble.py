@@ -27,7 +27,7 @@ from finetune.memory.streaming.deferred import Deferred
 from finetune.memory.streaming.host_blocks import HostBlocks
 from finetune.memory.streaming.tall import Tall
 from finetune.models.fast import backbone
-from finetune.models.layerwise import Layers
+from finetune.models.layerwise import Layers, check
 from finetune.optim.slices import Slice, Slicing, check_sliced
 from finetune.train.streamed import Ends, Streamed
 from finetune.train.streamed_ends import StreamedEmbedding, StreamedHead
@@ -68,7 +68,8 @@ def host_room(recipe: Recipe, free: int, processes: int) -> int:
 def streamed(
     model: Model, plan: Plan, recipe: Recipe, host: HostBlocks | None, optimizer: Optimizer, precision: str
 ) -> Streamed | None:
-    """The streamed step of an assembled model; None for a resident plan. InputError for an optimizer that it cannot cut."""
+    """The streamed step of an assembled model; None for a resident plan. InputError for an optimizer that it cannot cut,
+    ModelError for a model whose blocks cannot be run one at a time."""
     if host is None:
         return None
     device = host.device
@@ -76,6 +77,7 @@ def streamed(
         layers: Any = backbone.FastLayers(model, model.fast)
     else:
         layers = Layers(model, lambda: compute(device, precision, recipe.model.trained))
+        check(model, layers, recipe.data.pack)
     units = [[spot.parameter for spot in flat.trained if spot.parameter is not None] for flat in host.flats]
     deferred = None
     if any(units):

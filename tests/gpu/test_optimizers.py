@@ -11,7 +11,7 @@ from torch import nn
 from finetune.checkpoint.resume import optimizer_tensors, restore_optimizer
 from finetune.config.schema import OptimizerSection
 from finetune.kernels.adam_values import Scalars, States
-from finetune.kernels.adamw import RULES, SLICE_ELEMENTS, _views, new_states, update_, update_slice_
+from finetune.kernels.adamw import RULES, SLICE_ELEMENTS, new_states, state_views, update_, update_slice_
 from finetune.kernels.state_codes import FORMATS
 from finetune.kernels.stochastic_rounding import Draws
 from finetune.optim.table import OPTIMIZERS, build, state_bytes
@@ -35,7 +35,7 @@ def plain_(weight: torch.Tensor, slope: torch.Tensor, states: States, scalars: S
     for start in range(0, flat.numel(), SLICE_ELEMENTS["cuda"]):
         part = slice(start, min(start + SLICE_ELEMENTS["cuda"], flat.numel()))
         here = draws.after(start) if draws else None
-        update_slice_(ADAMW, flat[part], slope[part], _views(states, part), scalars, here)
+        update_slice_(ADAMW, flat[part], slope[part], state_views(states, part), scalars, here)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)

@@ -21,7 +21,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"adapter": {"kind": "lora", "rank": 16, "dropout": 0.1}, "pack": True},
         {"micro_batch": 1, "activation_offload": True},
     ),
-    "nf4": ({"adapter": {"kind": "lora", "rank": 16}, "base": "nf4"}, {"micro_batch": 1, "slots": 3}),
+    "nf4": ({"adapter": {"kind": "lora", "rank": 16}, "base": "nf4"}, {"micro_batch": 1, "slots": 2}),
     "full": ({"adapter": {"kind": "none"}}, {"micro_batch": 2, "activation_offload": True}),
     "full micro 1": ({"adapter": {"kind": "none"}}, {"micro_batch": 1, "resident_blocks": 1}),
 }
