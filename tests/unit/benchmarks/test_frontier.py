@@ -108,7 +108,7 @@ def test_resident_and_streamed_cells_in_one_process_have_the_same_losses(
     script: Any, tmp_path: Path, method: str
 ) -> None:
     frontier, run = script("frontier"), script("frontier_run")
-    words = f"--quick --methods {method} --tokens 64,128 --micro 64 --blocks resident,0,1 --slots 3".split()
+    words = f"--quick --methods {method} --tokens 64,128 --micro 64 --blocks resident,0,1 --slots 2".split()
     lines: list[Any] = []
     for ends in ("device", "host"):
         cells = list(frontier.chosen(frontier.arguments_of([*words, "--ends", ends])))
