@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -19,8 +20,11 @@ def diverged(job: Job, batches: list[Batch], losses: list[Tensor], loss: float, 
     loss is not are named, and when all losses are, the gradient is to blame: then all rows. `norm` is None before backward."""
     rows = [(int(row), float(value)) for batch, value in zip(batches, losses, strict=True) for row in batch.row_ids]
     bad = [row for row, value in rows if not math.isfinite(value)]
+    # Rows are run again through the whole model, which a streamed one is only while it is visited.
+    with job.update.visiting() if bad else nullcontext():
+        named = [_describe(job, row) for row in bad if not _row_is_finite(job, row)]
     own = {
-        "named": [_describe(job, row) for row in bad if not _row_is_finite(job, row)],
+        "named": named,
         "suspects": bad,
         "all": [row for row, _ in rows],
     }

@@ -30,6 +30,8 @@ SHOWN_MECHANICS = (
     "loss_chunk",
     "fast_block",
     "attention",
+    "embedding_placement",
+    "head_placement",
     "ranks",
     "device",
 )
@@ -121,7 +123,12 @@ def check_plan(facts: dict[str, Any], plan: Plan, precision: str) -> list[str]:
             f"model.precision={facts['precision']}, or start a new run (adapter.path= goes on from a trained adapter)",
         )
     then, now = facts["plan"], {name: getattr(plan, name) for name in SHOWN_MECHANICS}
-    changed = [f"{name} {then[name]} then, {now[name]} now" for name in SHOWN_MECHANICS if then[name] != now[name]]
+    # An older checkpoint does not say all of them.
+    changed = [
+        f"{name} {then[name]} then, {now[name]} now"
+        for name in SHOWN_MECHANICS
+        if then.get(name, now[name]) != now[name]
+    ]
     return [f"the plan differs from the checkpoint's, so bits may: {'; '.join(changed)}"] if changed else []
 
 

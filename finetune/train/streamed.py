@@ -102,7 +102,7 @@ class Streamed:
                 x_BSD, inputs = self.layers.begin(batch, given.pop(0))
             edge = torch.autograd.graph.get_gradient_edge(x_BSD) if x_BSD.requires_grad else None
             parts.append(Part(batch, inputs, edge))
-            carry.append(x_BSD.detach())
+            carry.append(x_BSD.detach().contiguous())
         self.boundaries.begin(carry, range(self.first, count))
         return parts, carry
 
@@ -122,7 +122,7 @@ class Streamed:
             if number >= self.first:
                 self._leaving.append((self.boundaries.keep(number, at, carry[at]), carry[at]))
             with enter(part.batch):
-                carry[at] = self.layers.forward(number, carry[at], part.inputs)
+                carry[at] = self.layers.forward(number, carry[at], part.inputs).contiguous()
             self._let_go(BEHIND)
 
     def _let_go(self, left: int) -> None:

@@ -44,14 +44,16 @@ class Boundaries:
             self._buffers = {block: self.pool.take(block, self._total) for block in blocks}
 
     def keep(self, block: int, part: int, x_BSD: Tensor) -> Any:
-        """Keeps a block's input; `x_BSD` may be given up or overwritten after the event that is returned."""
+        """Keeps a block's input, which is contiguous; `x_BSD` may be given up or overwritten after the event that is returned."""
         if not self.on_host:
             self._kept[block, part] = x_BSD
             return None
         start = self._starts[part]
         octets = self._buffers[block].pages[start : start + x_BSD.numel() * x_BSD.element_size()]
         host_BSD = octets.view(x_BSD.dtype).view(x_BSD.shape)
-        event = self.down.copy(host_BSD, x_BSD.contiguous(), [mark(self.device)])
+        # A copy made here would be freed, and its memory used again, before it is down.
+        assert x_BSD.is_contiguous()
+        event = self.down.copy(host_BSD, x_BSD, [mark(self.device)])
         self._kept[block, part], self._events[block, part] = host_BSD, event
         return event
 

@@ -133,7 +133,8 @@ class Deferred:
                 gradient = torch.zeros_like(parameter)
             self.norms[parameter] = tensor_norm(gradient)
             hosted = unit.pages[tensor.gradient].view(gradient.dtype)
-            pairs.append((hosted, gradient.contiguous().view(-1)))
+            gradient = gradient.contiguous()  # what is copied must stand until it is down
+            pairs.append((hosted, gradient.view(-1)))
             gone.append(gradient)
             parameter.grad = None
         unit.down = self._down.copies(pairs, [mark(self.device), unit.down])

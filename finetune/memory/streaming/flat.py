@@ -69,6 +69,8 @@ class Flat:
             for name, placed in block.named_parameters():
                 fill(name, placed.data)
         self.spots: list[Spot] = []
+        self.away = False
+        """Whether the block is bound to another buffer than the host's: it is in its turn."""
         for (tensor, bind, parameter), view, start in zip(_tensors(block, trained), views, starts, strict=True):
             self.spots.append(Spot(bind, tensor.shape, tensor.dtype, start, parameter))
             if tensor.data_ptr() != view.data_ptr():
@@ -96,6 +98,7 @@ class Flat:
 
     def bind(self, octets_N: Tensor) -> None:
         """Makes every tensor of the block a view of this buffer."""
+        self.away = octets_N.data_ptr() != self.host.data_ptr()
         views = self._views.get(octets_N.data_ptr())
         if views is None:
             views = self._views[octets_N.data_ptr()] = [spot.view(octets_N) for spot in self.spots]

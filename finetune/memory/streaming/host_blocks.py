@@ -9,12 +9,13 @@ called finds its weights on the device by itself (evaluation, generation, checks
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from finetune.errors import NothingFitsError
+from finetune.errors import ModelError, NothingFitsError
 from finetune.memory.host import gib, large_tensors_apart, limits
 from finetune.memory.streaming.flat import Flat, flat_bytes
 from finetune.memory.streaming.slots import Slots
@@ -123,6 +124,7 @@ class HostBlocks:
             elif not self.flats[number].still_holds(block):
                 # An adapter's start may take its part out of the base; freezing may change a type.
                 self.flats[number] = Flat(block, self.device, self.trained)
+        self._check_own()
         streamed = {id(spot.parameter) for flat in self.flats for spot in flat.spots if spot.parameter is not None}
         inside = {id(module) for block in blocks for module in block.modules()}
         for parameter in model.parameters():
@@ -136,6 +138,19 @@ class HostBlocks:
         self.slots = Slots(self.flats, self.count, self.device, spread)
         self.watch(blocks)
         large_tensors_apart(False)
+
+    def _check_own(self) -> None:
+        """ModelError where two blocks train one tensor: each would update a copy of its own."""
+        owned: set[int] = set()
+        for number, flat in enumerate(self.flats):
+            own = {id(spot.parameter) for spot in flat.trained}
+            if own & owned:
+                raise ModelError(
+                    f"block {number} trains a tensor that an earlier block has too, so they cannot be updated one at a time",
+                    "plan.weights",
+                    "plan.weights=resident",
+                )
+            owned |= own
 
     def watch(self, blocks: Any) -> None:
         """From now on these modules, one a block in order, fetch their block when they are called."""
@@ -152,7 +167,9 @@ class HostBlocks:
     def _enter(self, number: int) -> Any:
         def enter(module: nn.Module, given: Any) -> None:
             assert self.slots is not None
-            self._inside[number] = self.slots.using(number)
+            # In a step the block is in its turn already: a second one within would forget the announced order of use.
+            there = self.flats[number].away
+            self._inside[number] = nullcontext() if there else self.slots.using(number)
             self._inside[number].__enter__()
 
         return enter
