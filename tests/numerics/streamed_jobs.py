@@ -54,7 +54,7 @@ def model_folder(place: Path, dtype: torch.dtype = torch.float32, device: str = 
 
 def recipe_of(place: Path, kind: str, **sections: Any) -> Recipe:
     """fp32, unless a section says otherwise; adapters on every linear layer."""
-    adapter = {"kind": "lora", "rank": 16, "alpha": 32} if kind == "lora" else {"kind": "none"}
+    adapter = {"kind": "lora", "rank": 64, "alpha": 64} if kind == "lora" else {"kind": "none"}
     given = {
         "model": {"precision": "fp32"},
         "adapter": adapter,
@@ -118,5 +118,7 @@ def assert_same_bits(one: Outcome, other: Outcome) -> None:
     assert one.losses == other.losses
     assert one.norms == other.norms
     assert one.tensors.keys() == other.tensors.keys()
-    different = [name for name, tensor in one.tensors.items() if not torch.equal(tensor, other.tensors[name].to(tensor))]
+    different = [
+        name for name, tensor in one.tensors.items() if not torch.equal(tensor, other.tensors[name].to(tensor))
+    ]
     assert different == []
