@@ -107,18 +107,29 @@ def taken(job: Job, steps: int = 4) -> Outcome:
         norms.append(result.grad_norm)
         job.progress.step += 1
     job.update.wait()
-    tensors = {name: tensor.detach().clone() for name, tensor in job.model.module.state_dict().items()}
+    return Outcome(losses, norms, tensors_of(job))
+
+
+def tensors_of(job: Job) -> dict[str, torch.Tensor]:
+    """Copies of every tensor of the model and of the optimizer's state, on the host."""
+    tensors = {name: tensor.detach().cpu().clone() for name, tensor in job.model.module.state_dict().items()}
     for name, parameter in job.model.trainable().items():
         for key, value in job.optimizer.state[parameter].items():
-            tensors[f"{name} {key}"] = torch.as_tensor(value).detach().clone().view(-1)
-    return Outcome(losses, norms, tensors)
+            tensors[f"{name} {key}"] = torch.as_tensor(value).detach().cpu().clone().view(-1)
+    return tensors
+
+
+def different(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> list[str]:
+    """The names whose tensors are not the same bits, in type, form and value."""
+    assert some.keys() == others.keys()
+    return [name for name, tensor in some.items() if not _same(tensor, others[name])]
+
+
+def _same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.dtype == other.dtype and tensor.shape == other.shape and torch.equal(tensor, other)
 
 
 def assert_same_bits(one: Outcome, other: Outcome) -> None:
     assert one.losses == other.losses
     assert one.norms == other.norms
-    assert one.tensors.keys() == other.tensors.keys()
-    different = [
-        name for name, tensor in one.tensors.items() if not torch.equal(tensor, other.tensors[name].to(tensor))
-    ]
-    assert different == []
+    assert different(one.tensors, other.tensors) == []

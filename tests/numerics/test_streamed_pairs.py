@@ -17,15 +17,18 @@ import torch
 from finetune.contracts import Plan, Row
 from finetune.kernels import norms
 from finetune.train import streamed_ends
+from finetune.train.step import train_step
 from tests.numerics.streamed_jobs import (
     BLOCKS,
     VOCABULARY,
     Outcome,
     assert_same_bits,
+    different,
     loaded_job,
     model_folder,
     recipe_of,
     taken,
+    tensors_of,
 )
 from tests.numerics.tiny_jobs import packed_rows
 
@@ -206,3 +209,69 @@ def test_ends_that_pass_in_parts_train_as_resident_ones(
     assert len(ends.all) == (1 if tie == "tied" or kind == "lora" else 2)
     assert len(ends.head._groups()) > 1 or kind == "full"
     assert sum(len(each.places) for each in ends.head._labelled) > 2 * 7
+
+
+class Breaking:
+    """An optimizer's slices whose update number `at` fails once its tensor is written."""
+
+    def __init__(self, updates: Any, at: int) -> None:
+        self.updates, self.left = updates, at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.updates, name)
+
+    def update(self, parameter: Any, hyper: Any, part: Any) -> None:
+        self.updates.update(parameter, hyper, part)
+        self.left -= 1
+        if self.left == 0:
+            raise MemoryError("in the middle of a flush")
+
+
+@pytest.mark.parametrize("resident", [0, 2, BLOCKS])
+@pytest.mark.parametrize("at", [1, 4, 9, 10, 31, 45])
+def test_a_flush_that_breaks_inside_a_block_is_finished_by_the_next_with_the_same_bits(
+    untied: Path, at: int, resident: int
+) -> None:
+    """Nine tensors a block: at its first, in its midst, at its last, in later blocks, at the very last."""
+    recipe = recipe_of(untied, "full", optimizer={"name": "adamw8bit"}, train={"max_grad_norm": 0.5})
+    plan = replace(PLAN, fast_block=True, weights="streamed", resident_blocks=resident)
+    wanted = taken(loaded_job(recipe, plan, padded_rows()), 3)
+    job = loaded_job(recipe, plan, padded_rows())
+    losses = taken(job, 2).losses
+    losses.append(train_step(job, range(8, 12), 10).loss)
+    stream = job.update.stream
+    assert stream is not None
+    assert stream.deferred is not None
+    plain = stream.deferred.updates
+    stream.deferred.updates = Breaking(plain, at)
+    with pytest.raises(MemoryError):
+        job.update.wait()
+    assert stream.deferred.pending == list(range((at - 1) // 9, BLOCKS))
+    stream.deferred.updates = plain
+    job.update.wait()
+    assert stream.deferred.pending == []
+    assert losses == wanted.losses
+    assert different(tensors_of(job), wanted.tensors) == []
+
+
+def test_a_forward_that_breaks_inside_an_update_leaves_the_rest_to_the_next(untied: Path) -> None:
+    """The step that failed is made again with the same rows: as if nothing had happened."""
+    recipe = recipe_of(untied, "full", optimizer={"name": "adamw"}, train={"max_grad_norm": 0.5})
+    plan = replace(PLAN, weights="streamed", activation_offload=True)
+    wanted = taken(loaded_job(recipe, plan, padded_rows()), 3)
+    job = loaded_job(recipe, plan, padded_rows())
+    losses = taken(job, 1).losses
+    losses.append(train_step(job, range(4, 8), 10).loss)
+    job.progress.step += 1
+    stream = job.update.stream
+    assert stream is not None
+    assert stream.deferred is not None
+    plain = stream.deferred.updates
+    stream.deferred.updates = Breaking(plain, 14)
+    with pytest.raises(MemoryError):
+        train_step(job, range(8, 12), 10)
+    stream.deferred.updates = plain
+    losses.append(train_step(job, range(8, 12), 10).loss)
+    job.update.wait()
+    assert losses == wanted.losses
+    assert different(tensors_of(job), wanted.tensors) == []
