@@ -43,6 +43,7 @@ def model_folder(place: Path, dtype: torch.dtype = torch.float32, device: str = 
         "num_key_value_heads": 2,
         "tie_word_embeddings": False,
         "initializer_range": 0.1,
+        "pad_token_id": 7,  # stands in rows too, so that its row of the embedding has no gradient where it could have one
     }
     torch.manual_seed(0)
     with torch.device(device):

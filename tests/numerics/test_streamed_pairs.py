@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from finetune.contracts import Plan, Row
+from finetune.contracts import IGNORED, Plan, Row
 from finetune.kernels import norms
 from finetune.train import streamed_ends
 from finetune.train.step import train_step
@@ -116,9 +117,18 @@ def test_the_table_holds_every_pair_that_goes_together() -> None:
     assert wanted - found == set()
 
 
+def spread(rows: list[Row]) -> list[Row]:
+    """The same rows with ids from the whole vocabulary, so that each of its parts is read and labelled."""
+
+    def wide(ids: np.ndarray) -> np.ndarray:
+        return np.where(ids == IGNORED, IGNORED, (25 * ids + 7) % VOCABULARY)
+
+    return [replace(row, input_ids=wide(row.input_ids), labels=wide(row.labels)) for row in rows]
+
+
 def padded_rows(count: int = 16, shortest: int = 6) -> list[Row]:
     """Rows of one document each, of uneven lengths."""
-    whole = packed_rows(count, 5)
+    whole = spread(packed_rows(count, 5))
     lengths = [shortest + (7 * index) % 18 for index in range(count)]
     return [
         replace(row, input_ids=row.input_ids[:n], labels=row.labels[:n], document_lengths=(n,), sources=(row.id,))
@@ -126,7 +136,7 @@ def padded_rows(count: int = 16, shortest: int = 6) -> list[Row]:
     ]
 
 
-ROWS: dict[str, Callable[[], list[Row]]] = {"packed": lambda: packed_rows(16), "padded": padded_rows}
+ROWS: dict[str, Callable[[], list[Row]]] = {"packed": lambda: spread(packed_rows(16)), "padded": padded_rows}
 
 
 @pytest.fixture(scope="module")

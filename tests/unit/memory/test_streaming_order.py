@@ -10,10 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from finetune.kernels import norms
 from finetune.memory.streaming.deferred import Deferred
 from finetune.memory.streaming.flat import ALIGNED, Flat
 from finetune.memory.streaming.lanes import Lane
 from finetune.memory.streaming.slots import Slots
+from finetune.memory.streaming.tall import Tall
+from finetune.optim.coded import Coded
+from finetune.optim.groups import parameter_groups
 from finetune.optim.slices import Slice, Slicing
 from tests.unit.memory.test_streaming_parts import CPU, adamw8bit, blocks
 
@@ -201,3 +205,31 @@ def test_gradients_that_were_dropped_change_nothing() -> None:
     assert not deferred.apply(0, Slice)
     assert torch.equal(unit[0], torch.ones(5))
     assert optimizer.state[unit[0]]["step"] == 0
+
+
+def test_stochastic_rounding_of_a_matrix_in_parts_draws_as_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part's draws are those of its place in the matrix."""
+    monkeypatch.setattr(norms, "TALL_ELEMENTS", 256 * 8)
+    torch.manual_seed(6)
+    parameter = nn.Parameter(torch.randn(700, 8).bfloat16())
+    plain = nn.Parameter(parameter.detach().clone())
+
+    def optimizer(own: nn.Parameter) -> Coded:
+        groups = [
+            {**group, "form": "fp32", "lr": 1e-3} for group in parameter_groups({"embed_tokens.weight": own}, 0.1)
+        ]
+        return Coded(groups, "adamw", {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8}, "stochastic", 0)
+
+    whole = optimizer(plain)
+    made = Tall(parameter, CPU, Slicing(optimizer(parameter)))
+    made.make_slice = Slice
+    for _ in range(2):
+        gradient = torch.randn(700, 8).bfloat16()
+        for number, rows in enumerate(made.parts):
+            made.lower(number, gradient[rows])
+        made.promise(1.0)
+        made.flush()
+        plain.grad = gradient
+        whole.step()
+    assert len(made.parts) == 3
+    assert torch.equal(parameter, plain)
