@@ -45,9 +45,11 @@ def in_use(entry: Path) -> Held | None:
 def size(folder: Path) -> int:
     """Bytes of the files under a folder; 0 when there is none. What another process takes away meanwhile is not counted."""
     total = 0
-    for file in folder.rglob("*") if folder.is_dir() else ():
-        with suppress(OSError):
-            total += file.stat().st_size if file.is_file() else 0
+    # os.walk passes over a folder that is gone when it is entered; Path.rglob raises there.
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                total += os.stat(os.path.join(place, name)).st_size
     return total
 
 

@@ -3,79 +3,129 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import finetune
-from finetune.memory.host import host_pages
-from tests.runs.history import column, same_bits
+from finetune.contracts import IGNORED, Plan, Row
+from finetune.kernels import norms
+from finetune.memory.host import HostPool, host_pages
+from tests.numerics.streamed_jobs import assert_same_bits, loaded_job, model_folder, recipe_of, taken
+from tests.runs.history import column
 
 pytestmark = pytest.mark.gpu
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "lora": ({"adapter": {"kind": "lora", "rank": 16, "dropout": 0.1}}, {"micro_batch": 2}),
-    "lora packed": (
-        {"adapter": {"kind": "lora", "rank": 16, "dropout": 0.1}, "pack": True},
-        {"micro_batch": 1, "activation_offload": True},
+LENGTH, VOCABULARY = 512, 2048
+PLAN = Plan("cuda", 2, True, 256, fast_block=True, attention="deterministic")
+BF16 = {"precision": "bf16"}
+DROPPED = {"dropout": 0.1}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # name: what is trained, the recipe's sections, the plan of both, what the streamed one has beside it
+    "lora": ("lora", {"adapter": DROPPED}, {}, {"slots": 1}),
+    "lora packed micro 1": (
+        "lora",
+        {"adapter": DROPPED, "data": {"pack": True}},
+        {"micro_batch": 1},
+        {"activation_offload": True, "slots": 1},
     ),
-    "nf4": ({"adapter": {"kind": "lora", "rank": 16}, "base": "nf4"}, {"micro_batch": 1, "slots": 2}),
-    "full": ({"adapter": {"kind": "none"}}, {"micro_batch": 2, "activation_offload": True}),
-    "full micro 1": ({"adapter": {"kind": "none"}}, {"micro_batch": 1, "resident_blocks": 1}),
+    "nf4": ("lora", {"model": {"base": "nf4"}, "adapter": DROPPED}, {}, {"slots": 1}),
+    "nf4 packed micro 1": ("lora", {"model": {"base": "nf4"}, "data": {"pack": True}}, {"micro_batch": 1}, {}),
+    "full": ("none", {}, {}, {"activation_offload": True, "slots": 1}),
+    "full packed micro 1": ("none", {"data": {"pack": True}}, {"micro_batch": 1}, {"resident_blocks": 1}),
 }
 
 
-def recipe_of(folder: Path, what: dict[str, Any], plan: dict[str, Any], steps: int = 3) -> dict[str, Any]:
-    full = what["adapter"]["kind"] == "none"
-    rows = folder / "rows.jsonl"
-    if not rows.exists():
-        texts = [chr(97 + index % 26) * 300 + " the end" * (20 + index % 40) for index in range(32)]
-        rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return {
-        "recipe": "streamed-on-gpu",
-        "model": {
-            "path": "builtin:llama3-8b-random", "layers": 2, "base": what.get("base", "same"), "precision": "bf16",
-            **({"trained": "stochastic"} if full else {}),
-        },
-        "adapter": what["adapter"],
-        "data": {"path": str(rows), "template": "text", "max_tokens": 512, "pack": what.get("pack", False)},
-        "optimizer": {"name": "adamw8bit" if full else "adamw", "lr": 1e-4},
-        "schedule": {"name": "constant"},
-        "train": {"batch": 4, "max_steps": steps},
-        "evaluate": {"samples": 0},
-        "plan": {
-            "activation_checkpointing": True, "fast_block": True, "attention": "deterministic", "loss_chunk": 256,
-            "embedding_placement": "device", **plan,
-        },
-        "run": {"dir": str(folder / plan["weights"])},
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of Llama-3-8B under a small vocabulary, in bf16."""
+    form = {
+        "vocab_size": VOCABULARY, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "initializer_range": 0.02,
     }  # fmt: skip
+    return model_folder(tmp_path_factory.mktemp("llama"), torch.bfloat16, "cuda", **form)
+
+
+def rows_of(packed: bool) -> list[Row]:
+    """Twelve rows: three documents each, or one of an uneven length."""
+    draw = np.random.default_rng(5)
+    rows = []
+    for index in range(12):
+        length = LENGTH if packed else LENGTH - 29 * index
+        ids = draw.integers(0, VOCABULARY, length)
+        labels = ids.copy()
+        lengths = (100 + index, 150, length - 250 - index) if packed else (length,)
+        for start in np.cumsum([0, *lengths[:-1]]):
+            labels[start : start + 2] = IGNORED
+        rows.append(Row(index, ids, labels, lengths, tuple(3 * index + at for at in range(len(lengths)))))
+    return rows
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_streamed_runs_give_the_bits_of_resident_ones(tmp_path: Path, name: str) -> None:
-    what, own = CASES[name]
-    shared = {"micro_batch": own["micro_batch"]}
-    resident = finetune.run(recipe_of(tmp_path, what, {"weights": "resident", "activation_offload": False, **shared}))
-    streamed = finetune.run(recipe_of(tmp_path, what, {"weights": "streamed", "activation_offload": False, **own}))
-    for figure in ("loss", "grad_norm"):
-        assert column(resident.dir, figure) == column(streamed.dir, figure)
-    assert same_bits(resident.dir, streamed.dir)
+def test_streamed_jobs_give_the_bits_of_resident_ones(llama: Path, name: str) -> None:
+    """Losses, gradient norms, every weight and every state after three steps. Where there is one slot for two blocks, each is
+    overwritten while the other computes."""
+    kind, sections, shared, own = CASES[name]
+    full = kind == "none"
+    sections = {
+        **sections,
+        "model": {**BF16, **({"trained": "stochastic"} if full else {}), **sections.get("model", {})},
+    }
+    sections["optimizer"] = {"name": "adamw8bit" if full else "adamw", "lr": 1e-4, "epsilon": 1e-8}
+    sections["train"] = {"max_grad_norm": 1.0}
+    recipe = recipe_of(llama, kind, **sections)
+    rows, device = rows_of(recipe.data.pack), torch.device("cuda", 0)
+    resident = replace(PLAN, **shared)
+    wanted = taken(loaded_job(recipe, resident, rows, device), 3)
+    found = taken(loaded_job(recipe, replace(resident, weights="streamed", **own), rows, device), 3)
+    assert_same_bits(wanted, found)
+    assert len(set(wanted.losses)) == 3
+
+
+def run_recipe(folder: Path, model: Path, kind: str, plan: dict[str, Any]) -> dict[str, Any]:
+    rows = folder / "rows.jsonl"
+    texts = [chr(97 + index % 26) * 300 + " the end" * (20 + index % 40) for index in range(32)]
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return {
+        "recipe": "streamed-on-gpu",
+        "model": {"path": str(model), "precision": "bf16", **({"trained": "stochastic"} if kind == "none" else {})},
+        "adapter": {"kind": kind},
+        "data": {"path": str(rows), "template": "text", "max_tokens": LENGTH},
+        "optimizer": {"name": "adamw8bit" if kind == "none" else "adamw", "lr": 1e-4},
+        "schedule": {"name": "constant"},
+        "train": {"batch": 4, "max_steps": 3},
+        "evaluate": {"samples": 0},
+        "plan": {
+            "activation_checkpointing": True, "fast_block": True, "attention": "deterministic", "loss_chunk": 256,
+            "micro_batch": 2, **plan,
+        },
+        "run": {"dir": str(folder / plan["weights"]), "keep": False},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["none", "lora"])
-def test_embedding_and_head_in_parts_train_alike(tmp_path: Path, kind: str) -> None:
-    """Sums in another order: bf16 products round each logit by 2^-9, so losses near 12 agree to some 1e-3."""
-    what = {"adapter": {"kind": kind}}
-    resident = finetune.run(recipe_of(tmp_path, what, {"weights": "resident", "micro_batch": 2}))
+def test_embedding_and_head_in_parts_train_alike(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Sums in another order, in four parts of the vocabulary. A bf16 slope has 8 bits, so each is off by up to 2^-9 = 0.2%, in
+    either direction: the first gradient's norm agrees within 1%. Later steps start from weights that were rounded to bf16
+    after such gradients, so theirs may be twice as far apart; losses near 8 have logits off by 2^-9 too, averaged over
+    a thousand positions."""
+    monkeypatch.setattr(norms, "TALL_ELEMENTS", 512 * 4096)
     ends = {"embedding_placement": "host", "head_placement": "host", "activation_offload": True}
-    streamed = finetune.run(recipe_of(tmp_path, what, {"weights": "streamed", "micro_batch": 2, **ends}))
+    resident = finetune.run(run_recipe(tmp_path, llama, kind, {"weights": "resident"}))
+    streamed = finetune.run(run_recipe(tmp_path, llama, kind, {"weights": "streamed", **ends}))
     assert column(streamed.dir, "loss") == pytest.approx(column(resident.dir, "loss"), rel=1e-3)
-    assert column(streamed.dir, "grad_norm") == pytest.approx(column(resident.dir, "grad_norm"), rel=2e-2)
+    wanted, found = column(resident.dir, "grad_norm"), column(streamed.dir, "grad_norm")
+    assert found[0] == pytest.approx(wanted[0], rel=1e-2)
+    assert found == pytest.approx(wanted, rel=2e-2)
     peaks = [run.summary["peak_gpu_bytes_measured"] for run in (resident, streamed)]
     assert peaks[1] < peaks[0]
-    assert streamed.summary["peak_gpu_bytes_measured"] <= 1.05 * streamed.summary["peak_gpu_bytes_planned"]
+    assert peaks[1] <= 1.05 * streamed.summary["peak_gpu_bytes_planned"]
 
 
 def test_pages_can_be_pinned_given_back_and_pinned_again() -> None:
@@ -89,3 +139,17 @@ def test_pages_can_be_pinned_given_back_and_pinned_again() -> None:
         del pages
         # A page that went back without leaving the driver's table would fail the next launch.
         torch.ones(8, device=device).sum().item()
+
+
+def test_a_pool_gives_the_same_pinned_pages_again_and_larger_ones_in_their_place() -> None:
+    pool = HostPool(torch.device("cuda", 0))
+    first = pool.take("a", 2**16)
+    place = first.pages.data_ptr()
+    pool.give(first)
+    again = pool.take("a", 2**15)
+    assert again.pages.data_ptr() == place
+    pool.give(again)
+    del first, again
+    larger = pool.take("a", 2**20)
+    assert larger.pages.is_pinned()
+    assert pool.bytes == 2**20

@@ -76,6 +76,10 @@ class Slots:
         self.flats[number].bind(slot.octets)
         try:
             yield slot.octets
+        except BaseException:
+            # An update may have broken off half-way: the host's bytes, which are those before it, are fetched anew.
+            slot.holds = None
+            raise
         finally:
             self.flats[number].release()
             slot.busy.append(mark(self.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,21 @@ def test_another_limit_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) ->
     monkeypatch.setenv("FINETUNE_CACHE_GIB", text)
     with pytest.raises(InputError, match=r"FINETUNE_CACHE_GIB: .* is no number of GiB"):
         cache_limit()
+
+
+def test_an_entry_that_another_process_takes_away_while_sizes_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Listed, then gone when it is entered: it counts nothing and ends nothing."""
+    for name in ("kept", "going"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(b"x" * 100)
+    scandir = os.scandir
+
+    def late(place: Any = ".") -> Any:
+        if str(place).endswith("going"):
+            shutil.rmtree(place, ignore_errors=True)
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", late)
+    assert size(tmp_path) == 100
