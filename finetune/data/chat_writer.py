@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
 from finetune.data.chat import Message
 from finetune.data.sandbox import SafeEnvironment, write_chat
 from finetune.data.shown import REASONING
@@ -67,8 +69,8 @@ class ChatWriter:
             template = compiles(source) if compiles else None
             compiled = template and (template, dict(template.globals))
             return compiled if compiled and self._written(compiled, messages, prompt) == expected else None
-        except Exception:
-            # The long way has just written it, so whatever the short way raises only means that there is none.
+        except (TypeError, AttributeError, TemplateError):
+            # The long way has just written it, so that the short way fails only means that this release has none.
             return None
 
     def _within_bounds(self, source: str, messages: Sequence[Message], tools: Any, prompt: bool, plain: bool) -> str:

@@ -25,6 +25,16 @@ class States:
 
 
 @dataclass(frozen=True)
+class Slice:
+    """A part of a tensor that is updated: weight and gradient, flat [N], the states' parts by name; `start` in elements."""
+
+    weight: Tensor
+    gradient: Tensor
+    states: dict[str, Tensor]
+    start: int = 0
+
+
+@dataclass(frozen=True)
 class Scalars:
     """The numbers of one step. `step` counts from 1. For Lion beta1 mixes the update and beta2 the state; SGD's momentum is beta1."""
 

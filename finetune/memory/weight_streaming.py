@@ -19,6 +19,14 @@ from finetune.memory.storage import Storage, coded_block_bytes
 
 UPDATES_AHEAD = 2
 """Blocks whose gradients and state are on the device at once while updates pass."""
+BEHIND = 6
+"""Micro-batches whose inputs may still be on their way to the host: as many stand on the device beside those in work."""
+AHEAD = 2
+"""Inputs that are brought up ahead of the one in use: with one, each block's first would come behind the next block's weights."""
+TILE = 4096
+"""Positions whose logits for one part of the head exist at once."""
+TOGETHER = 16384
+"""Positions that pass a frozen head together; a trained one's gradient is summed over all."""
 
 
 def block_bytes(shape: Shape, storage: Storage) -> int:
@@ -90,8 +98,8 @@ class StreamedEnds:
         """The two passes of a head over the labelled positions, if every position has a label."""
         shape, storage = case.shape, case.storage
         rows = tall_rows(shape.vocabulary, shape.hidden)
-        positions = case.step_tokens if storage.trained else min(case.step_tokens, max(HEAD_TOGETHER, case.work.tokens))
-        tile = min(HEAD_TILE, positions)
+        positions = case.step_tokens if storage.trained else min(case.step_tokens, max(TOGETHER, case.work.tokens))
+        tile = min(TILE, positions)
         hidden = positions * shape.hidden
         logits = tile * rows * storage.compute
         cast = storage.compute * rows * shape.hidden if storage.compute < storage.weight and storage.trained else 0
@@ -111,12 +119,6 @@ class StreamedEnds:
             }
         )
         return [first, second]
-
-
-HEAD_TILE, HEAD_TOGETHER = 4096, 16384
-"""Positions of a tile, and those that pass a frozen head together (train/streamed_ends)."""
-BOUNDARIES_BEHIND, BOUNDARIES_AHEAD = 6, 2
-"""Micro-batches whose inputs may be on their way down, and up (train/streamed)."""
 
 
 def ends_of(case: Case) -> StreamedEnds:
@@ -181,7 +183,15 @@ def seconds(case: Case) -> float:
     down = link_seconds(case, parked + (weights + shape.blocks * figures.state if figures.gradients else 0))
     back_up = link_seconds(case, weights + parked)
     back_down = link_seconds(case, shape.blocks * figures.gradients)
-    return max(forward, up, down) + max(whole - forward, back_up, back_down)
+    ends = ends_of(case)
+    # Nothing is computed while an embedding's update passes; logits that pass in parts are made twice.
+    passing = link_seconds(
+        case, ends.part_with_update * shape.embedding_parameters * storage.weight // max(ends.part, 1)
+    )
+    aside = passing if ends.embedding_passes else 0.0
+    if ends.head_passes:
+        aside += compute_seconds(case, 2.0 * tokens * shape.vocabulary * shape.hidden)
+    return max(forward, up, down) + max(whole - forward, back_up, back_down) + aside
 
 
 def slowdown(case: Case) -> float:

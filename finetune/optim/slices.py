@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.errors import InputError
-from finetune.kernels.adam_values import Scalars, States
+from finetune.kernels.adam_values import Scalars, Slice, States
 from finetune.kernels.adamw import new_states, state_views, update_
 from finetune.kernels.stochastic_rounding import Draws
 from finetune.optim.builders import SLICED
@@ -40,16 +40,6 @@ class Hyper:
 
     lr: float
     step: int
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A part of a tensor on the device: weight and gradient [N], the state's parts by name, `start` in elements."""
-
-    weight: Tensor
-    gradient: Tensor
-    states: dict[str, Tensor]
-    start: int = 0
 
 
 class Slicing:

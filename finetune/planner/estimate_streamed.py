@@ -105,7 +105,7 @@ class _Moments:
 
     def _forward(self) -> Bytes:
         shape, storage, work = self.case.shape, self.case.storage, self.case.work
-        leaving = streaming.BOUNDARIES_BEHIND * self._each if self.case.plan.activation_offload else 0
+        leaving = streaming.BEHIND * self._each if self.case.plan.activation_offload else 0
         own = Bytes(
             {
                 "workspace": activations.forward_workspace(shape, storage, work),
@@ -131,7 +131,7 @@ class _Moments:
         shape, storage, work = self.case.shape, self.case.storage, self.case.work
         several = 1 if self.case.step_rows > self.case.plan.micro_batch else 0
         largest = max((linear.parameters for linear in shape.linears), default=0)
-        held = streaming.BOUNDARIES_AHEAD + 1
+        held = streaming.AHEAD + 1
         own = Bytes(
             {
                 "boundaries": held * self._each if self.case.plan.activation_offload else 0,

@@ -77,8 +77,10 @@ def decide(
 
 
 def _on_the_host(plan: Plan) -> int:
-    """Levers of a plan that use the host's memory and the link: among equally fast plans the one with fewest is taken."""
-    return sum(lever.to_host and getattr(plan, lever.field) != lever.off for lever in LEVERS.values())
+    """What of a plan uses the host's memory and the link: among equally fast plans the one with least is taken. A head there
+    reorders sums besides."""
+    levers = sum(lever.to_host and getattr(plan, lever.field) != lever.off for lever in LEVERS.values())
+    return levers + (plan.head_placement == "host")
 
 
 def _decision(space: Space, chosen: Candidate, candidates: list[Candidate]) -> Decision:

@@ -205,6 +205,9 @@ class Space:
         operations = step_operations(self.shape, case.storage, self.longest_row)
         passes = 2 if plan.activation_checkpointing is False else 3
         decoded = passes * self.shape.linear_parameters if case.storage.coded else 0
+        if plan.weights == "streamed" and plan.fast_block:
+            # Once a block's turn, whatever the number of micro-batches.
+            decoded = decoded * plan.micro_batch // rows
         launches = OVERHEAD[plan.device] + decoded * DECODE[plan.device]
         overhead = THIN[plan.device] + self.shape.blocks * launches / operations
         tokens = rows * self._padded(min(plan.micro_batch, rows)) + -(-rows // plan.micro_batch) * overhead

@@ -6,7 +6,6 @@ On a terminal a live bar; in a log file a line now and then, since a bar there i
 from __future__ import annotations
 
 import errno
-import io
 import logging
 import os
 import sys
@@ -35,7 +34,7 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-class Stderr(io.TextIOBase):
+class Stderr:
     """stderr, whatever it is at the moment. A terminal that was closed (EIO) is a reader who left, like a closed pipe."""
 
     @property
@@ -43,7 +42,7 @@ class Stderr(io.TextIOBase):
         return getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # rich puts a proxy there while its bar is on
 
     @property
-    def encoding(self) -> str:  # type: ignore[override]
+    def encoding(self) -> str:
         return str(self._file.encoding)
 
     def isatty(self) -> bool:

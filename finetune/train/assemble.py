@@ -28,7 +28,7 @@ from finetune.memory.streaming.host_blocks import HostBlocks
 from finetune.memory.streaming.tall import Tall
 from finetune.models.fast import backbone
 from finetune.models.layerwise import Layers, check
-from finetune.optim.slices import Slice, Slicing, check_sliced
+from finetune.optim.slices import Slicing, check_sliced
 from finetune.train.streamed import Ends, Streamed
 from finetune.train.streamed_ends import StreamedEmbedding, StreamedHead
 
@@ -100,7 +100,6 @@ def _ends(model: Model, plan: Plan, layers: Any, device: torch.device, updates: 
     def tall(parameter: nn.Parameter) -> Tall:
         if id(parameter) not in made:
             made[id(parameter)] = Tall(parameter, device, updates if parameter.requires_grad else None)
-            made[id(parameter)].make_slice = Slice
         return made[id(parameter)]
 
     embedding = None

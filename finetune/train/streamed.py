@@ -24,13 +24,8 @@ from finetune.memory.streaming.deferred import Deferred
 from finetune.memory.streaming.host_blocks import HostBlocks
 from finetune.memory.streaming.lanes import wait
 from finetune.memory.streaming.tall import Tall
-from finetune.optim.slices import Slice
+from finetune.memory.weight_streaming import AHEAD, BEHIND
 from finetune.train.streamed_ends import StreamedEmbedding, StreamedHead
-
-BEHIND = 6
-"""Micro-batches whose inputs may still be on their way to the host: as many stand on the device beside those in work."""
-AHEAD = 2
-"""Inputs that are brought up ahead of the one in use: with one, each block's first would come behind the next block's weights."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +197,7 @@ class Streamed:
         self.deferred.ask(number)
         if ahead and number + 1 < len(self.model.blocks):
             self.deferred.ask(number + 1)
-        if self.deferred.apply(number, Slice):
+        if self.deferred.apply(number):
             self.slots.lower(number)
 
     @property

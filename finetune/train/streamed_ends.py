@@ -26,11 +26,7 @@ from finetune.kernels.embedding import embedding_gradient
 from finetune.kernels.vocabulary_loss import Sums, absorb, slope_
 from finetune.memory.streaming.lanes import wait
 from finetune.memory.streaming.tall import Tall
-
-TILE = 4096
-"""Positions whose logits for one part exist at once."""
-TOGETHER = 16384
-"""Positions that pass a frozen head together; a trained one's gradient is summed over all."""
+from finetune.memory.weight_streaming import TILE, TOGETHER
 
 
 @dataclass(frozen=True)

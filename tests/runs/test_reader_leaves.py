@@ -25,12 +25,20 @@ def started(recipe: dict[str, Any], place: Path) -> subprocess.Popen[bytes]:
     path = place / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     process = subprocess.Popen(
-        [sys.executable, "-m", "finetune", f"recipe={path}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, "-m", "finetune", f"recipe={path}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=heeding_hang_ups,
     )
     assert process.stdout is not None
     assert process.stdout.readline()
     process.stdout.close()
     return process
+
+
+def heeding_hang_ups() -> None:
+    """Also where the tests themselves run under nohup, which a child would inherit."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def test_a_run_whose_reader_left_ends_with_its_result(tiny: dict[str, Any], tmp_path: Path) -> None:
@@ -65,6 +73,7 @@ def test_a_terminal_that_is_closed_saves_the_run(tiny: dict[str, Any], tmp_path:
     path.write_text(yaml.safe_dump(changed(tiny, run__dir=str(run), train__max_steps=100_000)))
     child, terminal = pty.fork()
     if child == 0:
+        heeding_hang_ups()
         os.execv(sys.executable, [sys.executable, "-m", "finetune", f"recipe={path}"])
     reading = threading.Thread(target=drain, args=(terminal,), daemon=True)
     reading.start()

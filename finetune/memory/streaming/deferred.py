@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from finetune.kernels.adam_values import Slice
 from finetune.kernels.norms import tensor_norm
 from finetune.memory.host import host_pages
 from finetune.memory.streaming.flat import ALIGNED
@@ -30,7 +31,7 @@ class Updates(Protocol):
     def layout(self, parameter: nn.Parameter) -> dict[str, tuple[int, torch.dtype]]: ...
     def adopt(self, parameter: nn.Parameter, states: Any) -> None: ...
     def next(self, parameter: nn.Parameter) -> Any: ...
-    def update(self, parameter: nn.Parameter, hyper: Any, part: Any) -> None: ...
+    def update(self, parameter: nn.Parameter, hyper: Any, part: Slice) -> None: ...
 
 
 @dataclass
@@ -66,7 +67,7 @@ class _Turn:
 
 
 class Deferred:
-    """Updates of the trained tensors in `units`. `make_slice(weight, gradient, states)` builds what `updates` takes."""
+    """Updates of the trained tensors in `units`."""
 
     def __init__(self, updates: Updates, units: Sequence[Sequence[nn.Parameter]], device: torch.device) -> None:
         self.updates = updates
@@ -175,7 +176,7 @@ class Deferred:
             turn.ready = self._up.copy(turn.octets[here], unit.pages[here], [busy, unit.down])
         self._coming[number] = turn
 
-    def apply(self, number: int, make_slice: Any) -> bool:
+    def apply(self, number: int) -> bool:
         """Makes a pending update of a unit whose parameters are bound to the device; True when there was one."""
         unit = self._units[number]
         if not unit.pending:
@@ -190,7 +191,7 @@ class Deferred:
             if unit.factor != 1.0:
                 torch._foreach_mul_([gradient_N], unit.factor)
             states = {name: octets[here].view(dtype) for name, (here, dtype) in tensor.states.items()}
-            self.updates.update(parameter, hyper, make_slice(parameter.data.view(-1), gradient_N, states))
+            self.updates.update(parameter, hyper, Slice(parameter.data.view(-1), gradient_N, states))
         unit.pending = []
         pairs = [(unit.pages[unit.state_start :], octets[unit.state_start : unit.pages.numel()])]
         turn.used = mark(self.device)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune.kernels.adam_values import Slice
 from finetune.kernels.norms import joined, tall_rows, tensor_norm
 from finetune.memory.host import host_pages
 from finetune.memory.streaming.lanes import Lane, mark, wait
@@ -35,8 +36,7 @@ class Tall:
         parameter.data = self.weight_VD
         self.gradient_VD: Tensor | None = None
         self.states: dict[str, Tensor] = {}
-        self.norms: list[Tensor | None] = [None] * len(self.parts)
-        self.make_slice: Callable[..., Any] | None = None
+        self.norms: dict[int, Tensor] = {}
         self.added: Callable[[slice], Tensor] | None = None
         """What the gradient of some rows has beside what is on the host, made on the device when it is asked for."""
         self.hosted = False
@@ -100,7 +100,7 @@ class Tall:
 
     def norm(self) -> Tensor:
         """The gradient's norm, once every part was lowered or measured."""
-        return joined(norm for norm in self.norms if norm is not None)
+        return joined(self.norms[number] for number in range(len(self.parts)))
 
     def measure(self) -> None:
         """Takes the norms of a gradient that is not, or not only, on the host."""
@@ -116,10 +116,12 @@ class Tall:
         """The update is decided."""
         self._hyper, self._factor = self.updates.next(self.parameter), factor
         self._left = list(range(len(self.parts)))
+        self.norms = {}
 
     def drop(self) -> None:
         """The step's gradient is not used."""
         self.added, self.hosted = None, False
+        self.norms = {}
 
     def flush(self) -> None:
         """Makes a pending update; then the host's bytes are whole."""
@@ -153,11 +155,10 @@ class Tall:
             made_RD = self.added(rows)
             gradient_RD = made_RD if gradient_RD is None else made_RD.add_(gradient_RD)
         assert gradient_RD is not None
-        assert self.make_slice is not None
         if self._factor != 1.0:
             torch._foreach_mul_([gradient_RD], self._factor)
         start = rows.start * weight_RD.shape[1]
-        part = self.make_slice(weight_RD.view(-1), gradient_RD.view(-1), tensors, start)
+        part = Slice(weight_RD.view(-1), gradient_RD.view(-1), tensors, start)
         self.updates.update(self.parameter, self._hyper, part)
         flat = slice(start, rows.stop * weight_RD.shape[1])
         hosts = self.updates.cut(self.parameter, self.states, flat)

@@ -18,7 +18,7 @@ from finetune.memory.streaming.slots import Slots
 from finetune.memory.streaming.tall import Tall
 from finetune.optim.coded import Coded
 from finetune.optim.groups import parameter_groups
-from finetune.optim.slices import Slice, Slicing
+from finetune.optim.slices import Slicing
 from tests.unit.memory.test_streaming_parts import CPU, adamw8bit, blocks
 
 THERE_AND_BACK = [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]
@@ -182,7 +182,7 @@ def test_promises_of_uneven_blocks_at_the_rates_of_their_time() -> None:
             deferred.ask(number)
             deferred.ask(min(number + 1, len(units) - 1))
             assert len(deferred._coming) <= 2
-            assert deferred.apply(number, Slice)
+            assert deferred.apply(number)
         deferred.end()
         deferred.wait()
     for some, others in zip(units, plain, strict=True):
@@ -202,7 +202,7 @@ def test_gradients_that_were_dropped_change_nothing() -> None:
     deferred.drop()
     assert deferred.norms == {}
     assert deferred.pending == []
-    assert not deferred.apply(0, Slice)
+    assert not deferred.apply(0)
     assert torch.equal(unit[0], torch.ones(5))
     assert optimizer.state[unit[0]]["step"] == 0
 
@@ -222,7 +222,6 @@ def test_stochastic_rounding_of_a_matrix_in_parts_draws_as_for_the_whole(monkeyp
 
     whole = optimizer(plain)
     made = Tall(parameter, CPU, Slicing(optimizer(parameter)))
-    made.make_slice = Slice
     for _ in range(2):
         gradient = torch.randn(700, 8).bfloat16()
         for number, rows in enumerate(made.parts):

@@ -18,7 +18,7 @@ from finetune.memory.streaming.slots import Slots
 from finetune.memory.streaming.tall import Tall
 from finetune.optim.coded import Coded
 from finetune.optim.groups import parameter_groups
-from finetune.optim.slices import Slice, Slicing
+from finetune.optim.slices import Slicing
 
 CPU = torch.device("cpu")
 
@@ -142,12 +142,12 @@ def test_promised_updates_are_those_of_the_optimizer_and_survive_a_break() -> No
     assert deferred.pending == []
     assert deferred.norms[units[0][1]].item() == pytest.approx(gradients[0][1].norm().item(), rel=1e-6)
     deferred.promise(0.5)
-    deferred.apply(0, Slice)
+    deferred.apply(0)
     # Here something failed; what is pending says where to go on.
     assert deferred.pending == [1, 2]
     for number in deferred.pending:
-        assert deferred.apply(number, Slice)
-    assert not deferred.apply(1, Slice)
+        assert deferred.apply(number)
+    assert not deferred.apply(1)
     for some, others in zip(units, plain, strict=True):
         for parameter, other in zip(some, others, strict=True):
             assert torch.equal(parameter, other)
@@ -164,7 +164,7 @@ def test_an_unreached_parameter_has_a_gradient_of_zero() -> None:
     deferred.lower(0)
     assert deferred.norms[unit[1]].item() == 0
     deferred.promise(1.0)
-    deferred.apply(0, Slice)
+    deferred.apply(0)
     assert optimizer.state[unit[1]]["step"] == 1
 
 
@@ -174,7 +174,6 @@ def tall(monkeypatch: pytest.MonkeyPatch, rows: int = 700) -> tuple[Tall, Coded,
     parameter = nn.Parameter(torch.randn(rows, 8))
     optimizer = adamw8bit({"embed_tokens.weight": parameter})
     made = Tall(parameter, CPU, Slicing(optimizer))
-    made.make_slice = Slice
     return made, optimizer, parameter
 
 

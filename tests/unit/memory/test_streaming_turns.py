@@ -17,7 +17,7 @@ from finetune.memory.streaming.flat import Flat
 from finetune.memory.streaming.host_blocks import HostBlocks, spread_evenly
 from finetune.memory.streaming.lanes import Lane
 from finetune.memory.streaming.slots import Slots
-from finetune.optim.slices import Slice, Slicing
+from finetune.optim.slices import Slicing
 from tests.unit.memory.test_streaming_parts import CPU, adamw8bit, blocks
 
 
@@ -113,7 +113,7 @@ def test_a_gradient_that_is_no_plain_rows_stands_until_it_is_down() -> None:
     assert torch.equal(there.view(6, 4), gradient)
     deferred.promise(1.0)
     assert deferred._leaving == []
-    assert deferred.apply(0, Slice)
+    assert deferred.apply(0)
 
 
 def test_an_input_that_is_no_plain_rows_is_not_copied_behind_the_callers_back() -> None:
