@@ -11,7 +11,7 @@ Legend: B rows, S positions, D hidden width; L blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from finetune.memory.streaming.deferred import Deferred
 from finetune.memory.streaming.host_blocks import HostBlocks
 from finetune.memory.streaming.lanes import wait
 from finetune.memory.streaming.tall import Tall
+from finetune.memory.streaming.visit import Visit
 from finetune.memory.weight_streaming import AHEAD, BEHIND
 from finetune.train.streamed_ends import StreamedEmbedding, StreamedHead
 
@@ -78,12 +79,15 @@ class Streamed:
                 self._fetch_first(len(parts))
                 losses = self.ends.head.run(batches, carry, enter, factor)
             else:
-                losses = self._head(parts, carry, enter, loss_of)
+                with nullcontext() if self.ends.visit is None else self.ends.visit.there():
+                    losses = self._head(parts, carry, enter, loss_of)
             self._backward(parts, carry, enter)
             return losses
         finally:
             self._leaving.clear()
             self.boundaries.end()
+            if self.ends.visit is not None:
+                self.ends.visit.end()
 
     def _begin(self, batches: Sequence[Batch], enter: Any) -> tuple[list[Part], list[Tensor]]:
         parts, carry = [], []
@@ -106,6 +110,8 @@ class Streamed:
         for number in range(count):
             with self.slots.using(number):
                 self._update(number, ahead=True)
+                if number == count - 1 and self.ends.visit is not None:
+                    self.ends.visit.ask()
                 with self.layers.turn(number):
                     self._forward_block(number, parts, carry, enter)
         self._let_go(0)
@@ -154,6 +160,8 @@ class Streamed:
                     self._backward_block(number, parts, carry, enter)
                 if self.deferred is not None:
                     self.deferred.lower(number)
+            if self.ends.visit is not None:
+                self.ends.visit.let_go()
         for at, part in enumerate(parts):
             if part.edge is not None:
                 torch.autograd.backward([part.edge], [carry[at]])
@@ -265,15 +273,16 @@ class Streamed:
 
 @dataclass(frozen=True)
 class Ends:
-    """Embedding and head where they are on the host (None: on the device)."""
+    """Embedding and head where they are on the host (None: on the device). A head passes in parts, or visits the device."""
 
     embedding: StreamedEmbedding | None = None
     head: StreamedHead | None = None
+    visit: Visit | None = None
 
     @property
     def all(self) -> list[Tall]:
         """Their matrices, a shared one once."""
-        talls = [end.tall for end in (self.embedding, self.head) if end is not None]
+        talls = [end.tall for end in (self.embedding, self.head, self.visit) if end is not None]
         return list({id(tall): tall for tall in talls}.values())
 
     @property

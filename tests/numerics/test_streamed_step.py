@@ -44,6 +44,28 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "lora nf4 micro 1": ("lora", {"model__base": "nf4", "plan__micro_batch": 1}, {}),
     "lora fast int8": ("lora", {**FAST, "model__base": "int8"}, {}),
     "lora fp8": ("lora", {"model__base": "fp8"}, OFFLOADED),
+    "full fast head visits": ("none", FAST, {"plan__head_placement": "visit"}),
+    "full head visits, packed, micro 1": (
+        "none",
+        {**PACKED, "plan__micro_batch": 1, "train__max_grad_norm": 0.05},
+        {"plan__head_placement": "visit", **OFFLOADED},
+    ),
+    "full fast stochastic adamw8bit, head visits": (
+        "none",
+        {**FAST, **BF16, "model__trained": "stochastic", "optimizer__name": "adamw8bit"},
+        {"plan__head_placement": "visit", "plan__resident_blocks": 99},
+    ),
+    "lora head visits": ("lora", DROPPED, {"plan__head_placement": "visit"}),
+    "lora fast packed head visits, micro 1": (
+        "lora",
+        {**FAST, **PACKED, "plan__micro_batch": 1},
+        {"plan__head_placement": "visit", **OFFLOADED},
+    ),
+    "lora fast nf4 head visits, plain loss": (
+        "lora",
+        {**FAST, "model__base": "nf4", "plan__loss_chunk": 0},
+        {"plan__head_placement": "visit"},
+    ),
     "lora some layers": ("lora", {**FAST, "adapter__targets": ["model.layers.1.mlp.*_proj"]}, OFFLOADED),
 }
 
@@ -99,7 +121,14 @@ def test_embedding_and_head_that_pass_in_parts(
         torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=2e-5 if optimizer == "adamw" else 1e-3, msg=name)
 
 
-@pytest.mark.parametrize("ends", [{}, {"plan__embedding_placement": "host", "plan__head_placement": "host"}])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        {},
+        {"plan__embedding_placement": "host", "plan__head_placement": "host"},
+        {"plan__embedding_placement": "host", "plan__head_placement": "visit"},
+    ],
+)
 def test_an_interrupted_streamed_run_ends_with_the_same_bits(
     tiny: dict[str, Any], tmp_path: Path, ends: dict[str, Any]
 ) -> None:
