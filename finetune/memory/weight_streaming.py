@@ -174,6 +174,13 @@ def slots_bytes(case: Case) -> int:
     return (min(case.plan.slots, figures.streamed) + figures.resident) * figures.block
 
 
+def lent_bytes(case: Case) -> int:
+    """Device bytes of slots that are given up while a head is whole on the device."""
+    figures = streaming_of(case)
+    lent = max(0, min(case.plan.slots, figures.streamed) - 1) * figures.block
+    return lent if ends_of(case).head_comes else 0
+
+
 def seconds(case: Case) -> float:
     """Seconds of a step: in each half of it the slower of computing and the busier direction of the link."""
     shape, storage, plan = case.shape, case.storage, case.plan
@@ -188,7 +195,8 @@ def seconds(case: Case) -> float:
     # A frozen head comes while the last block computes.
     up = link_seconds(case, weights + updates + ends.head_comes - own)
     down = link_seconds(case, parked + (weights + shape.blocks * figures.state if figures.gradients else 0))
-    back_up = link_seconds(case, weights + parked)
+    # Blocks that gave their slots to the head come again.
+    back_up = link_seconds(case, weights + parked + lent_bytes(case))
     back_down = link_seconds(case, shape.blocks * figures.gradients + own)
     # Nothing is computed while an embedding's update passes, or that of a head which comes whole; logits that pass in parts
     # are made twice, the first time beside the head's update.

@@ -55,7 +55,7 @@ class _Moments:
     ends: streaming.StreamedEnds
 
     def all(self) -> list[Bytes]:
-        return [*self._embedding(), self._forward(), *self._head(), self._backward(), self._update()]
+        return [*self._embedding(), *self._forward(), *self._head(), self._backward(), self._update()]
 
     @property
     def _around(self) -> Bytes:
@@ -108,7 +108,12 @@ class _Moments:
         last = Bytes({"carry": 2 * carry, "workspace": made, "batch": self._batch})
         return [first + ring + kept, last + self._grown]
 
-    def _forward(self) -> Bytes:
+    @property
+    def _visit(self) -> Bytes:
+        """A head that is whole on the device, in the place of slots."""
+        return Bytes({"visiting head": self.ends.head_comes, "slots": -streaming.lent_bytes(self.case)})
+
+    def _forward(self) -> list[Bytes]:
         shape, storage, work = self.case.shape, self.case.storage, self.case.work
         leaving = streaming.BEHIND * self._each if self.case.plan.activation_offload else 0
         own = Bytes(
@@ -117,16 +122,16 @@ class _Moments:
                 "decoded block": self._decoded,
                 "boundaries": leaving,
                 "passing updates": self.figures.passing,
-                # A frozen head comes while the last block computes.
-                "visiting head": 0 if storage.trained else self.ends.head_comes,
             }
         )
-        return self._around + own
+        # A frozen head comes while the last block computes.
+        last = [] if storage.trained else [self._around + own + self._visit]
+        return [self._around + own, *last]
 
     def _head(self) -> list[Bytes]:
         shape, storage, work, plan = self.case.shape, self.case.storage, self.case.work, self.case.plan
         ring = Bytes({"boundaries": min(2 * self._each, self.figures.boundary) if plan.activation_offload else 0})
-        common = self._around + self._grown + ring + Bytes({"visiting head": self.ends.head_comes})
+        common = self._around + self._grown + ring + self._visit
         norm = Bytes({"workspace": activations.norm_workspace(shape, storage, work)})
         if self.ends.head_passes:
             return [common + moment for moment in (*self.ends.head_moments(self.case), norm)]

@@ -11,7 +11,7 @@ Legend: B rows, S positions, D hidden width; L blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,9 +78,10 @@ class Streamed:
             if self.ends.head is not None:
                 self._fetch_first(len(parts))
                 losses = self.ends.head.run(batches, carry, enter, factor)
+            elif self.ends.visit is not None:
+                losses = self._head_on_a_visit(self.ends.visit, parts, carry, enter, loss_of)
             else:
-                with nullcontext() if self.ends.visit is None else self.ends.visit.there():
-                    losses = self._head(parts, carry, enter, loss_of)
+                losses = self._head(parts, carry, enter, loss_of)
             self._backward(parts, carry, enter)
             return losses
         finally:
@@ -110,7 +111,8 @@ class Streamed:
         for number in range(count):
             with self.slots.using(number):
                 self._update(number, ahead=True)
-                if number == count - 1 and self.ends.visit is not None:
+                if number == count - 1 and self.ends.visit is not None and not self.ends.visit.trained:
+                    self.slots.lend(number)
                     self.ends.visit.ask()
                 with self.layers.turn(number):
                     self._forward_block(number, parts, carry, enter)
@@ -151,6 +153,16 @@ class Streamed:
             x_BSD.grad = None
             del x_BSD, start
             carry[at] = gradient_BSD
+        return losses
+
+    def _head_on_a_visit(
+        self, visit: Visit, parts: list[Part], carry: list[Tensor], enter: Any, loss_of: Any
+    ) -> list[Tensor]:
+        """The head has the room of all slots but the last block's, which comes first in backward."""
+        self.slots.lend(len(self.model.blocks) - 1)
+        with visit.there():
+            losses = self._head(parts, carry, enter, loss_of)
+        self.slots.take_back()
         return losses
 
     def _backward(self, parts: list[Part], carry: list[Tensor], enter: Any) -> None:
