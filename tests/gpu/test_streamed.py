@@ -24,20 +24,25 @@ LENGTH, VOCABULARY = 512, 2048
 PLAN = Plan("cuda", 2, True, 256, fast_block=True, attention="deterministic")
 BF16 = {"precision": "bf16"}
 DROPPED = {"dropout": 0.1}
+PARKED = {"activation_offload": True}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # name: what is trained, the recipe's sections, the plan of both, what the streamed one has beside it
     "lora": ("lora", {"adapter": DROPPED}, {}, {"slots": 1}),
     "lora packed micro 1": (
-        "lora",
-        {"adapter": DROPPED, "data": {"pack": True}},
-        {"micro_batch": 1},
-        {"activation_offload": True, "slots": 1},
+        "lora", {"adapter": DROPPED, "data": {"pack": True}}, {"micro_batch": 1}, {**PARKED, "slots": 1},
     ),
+    "lora micro 4": ("lora", {"adapter": DROPPED}, {"micro_batch": 4}, PARKED),
     "nf4": ("lora", {"model": {"base": "nf4"}, "adapter": DROPPED}, {}, {"slots": 1}),
     "nf4 packed micro 1": ("lora", {"model": {"base": "nf4"}, "data": {"pack": True}}, {"micro_batch": 1}, {}),
-    "full": ("none", {}, {}, {"activation_offload": True, "slots": 1}),
+    "nf4 micro 4": ("lora", {"model": {"base": "nf4"}}, {"micro_batch": 4}, PARKED),
     "full packed micro 1": ("none", {"data": {"pack": True}}, {"micro_batch": 1}, {"resident_blocks": 1}),
-}
+    "full micro 4": ("none", {"data": {"pack": True}}, {"micro_batch": 4}, PARKED),
+    **{
+        f"full {name}": ("none", {"optimizer": {"name": name}}, {}, {**PARKED, "slots": 1})
+        for name in ("adamw", "adamw8bit", "adamw4bit", "adamwfp8", "lion", "sgd")
+    },
+}  # fmt: skip
+STEPS = 20
 
 
 @pytest.fixture(scope="module")
@@ -77,23 +82,24 @@ def rows_of(packed: bool) -> list[Row]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_streamed_jobs_give_the_bits_of_resident_ones(llama: Path, name: str) -> None:
-    """Losses, gradient norms, every weight and every state after three steps. Where there is one slot for two blocks, each is
-    overwritten while the other computes."""
+    """Losses and gradient norms of twenty steps, then every weight and every state. Where there is one slot for two blocks,
+    each is overwritten while the other computes."""
     kind, sections, shared, own = CASES[name]
     full = kind == "none"
     sections = {
         **sections,
         "model": {**BF16, **({"trained": "stochastic"} if full else {}), **sections.get("model", {})},
     }
-    sections["optimizer"] = {"name": "adamw8bit" if full else "adamw", "lr": 1e-4, "epsilon": 1e-8}
+    chosen = {"name": "adamw8bit" if full else "adamw", "lr": 1e-4} | sections.get("optimizer", {})
+    sections["optimizer"] = chosen | ({"epsilon": 1e-8} if chosen["name"].startswith("adam") else {})
     sections["train"] = {"max_grad_norm": 1.0}
     recipe = recipe_of(llama, kind, **sections)
     rows, device = rows_of(recipe.data.pack), torch.device("cuda", 0)
     resident = replace(PLAN, **shared)
-    wanted = taken(loaded_job(recipe, resident, rows, device), 3)
-    found = taken(loaded_job(recipe, replace(resident, weights="streamed", **own), rows, device), 3)
+    wanted = taken(loaded_job(recipe, resident, rows, device), STEPS)
+    found = taken(loaded_job(recipe, replace(resident, weights="streamed", **own), rows, device), STEPS)
     assert_same_bits(wanted, found)
-    assert len(set(wanted.losses)) == 3
+    assert len(set(wanted.losses)) == STEPS
 
 
 def run_recipe(folder: Path, model: Path, kind: str, plan: dict[str, Any]) -> dict[str, Any]:
