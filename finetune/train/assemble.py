@@ -59,7 +59,9 @@ def host_blocks(
         return None
     places = {"embedding": plan.embedding_placement, "head": plan.head_placement}
     ends = frozenset(name for name, place in places.items() if place != "device")
-    return HostBlocks(device, recipe.adapter.kind == "none", plan.slots, plan.resident_blocks, room, told, ends)
+    made = HostBlocks(device, recipe.adapter.kind == "none", plan.slots, plan.resident_blocks, room, told)
+    made.ends = ends
+    return made
 
 
 def host_room(recipe: Recipe, free: int, processes: int) -> int:
