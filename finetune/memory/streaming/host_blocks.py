@@ -26,8 +26,8 @@ class HostBlocks:
 
     `trained`: the blocks' own weights are trained, so they move with the rest; else only frozen ones do. `resident`: how
     many blocks keep a place on the device, spread evenly. `room`: bytes of host memory that the blocks may take (None: not
-    looked at). `told(bytes there, bytes of all)` is called while blocks arrive. `ends`, set before loading: those of the model ("embedding",
-    "head") that will live on the host too stay there from the start.
+    looked at). `told(bytes there, bytes of all)` is called while blocks arrive. `ends`, set before
+    loading: those of the model ("embedding", "head") that will live on the host too stay there from the start.
     """
 
     def __init__(
