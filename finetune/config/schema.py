@@ -257,8 +257,9 @@ class PlanSection(Section):
     """Where optimizer state lives; from the host it passes through the GPU during the update."""
     embedding_placement: Literal["auto", "device", "host"] = "auto"
     """Where a frozen, untied embedding lives; from the host only the rows of a batch are sent."""
-    head_placement: Literal["auto", "device", "host"] = "auto"
-    """With streamed weights: where the head lives; from the host it passes through the device in parts of its rows."""
+    head_placement: Literal["auto", "device", "visit", "host"] = "auto"
+    """With streamed weights: where the head lives. visit: on the host, and whole on the device while losses are made; host: it
+    passes through the device in parts of its rows."""
     fast_block: AutoSwitch = "auto"
     """Run decoder layers through this toolkit's fused operations: on a GPU, where the model's form is known."""
     attention: Literal["auto", "deterministic", "flash", "cudnn", "efficient", "math"] = "auto"

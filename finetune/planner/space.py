@@ -27,6 +27,7 @@ from finetune.planner.hardware import Hardware
 from finetune.planner.pins import Allowance, lever_choices, micro_batches, why_not_streamed
 
 Place = Literal["device", "host"]
+HeadPlace = Literal["device", "visit", "host"]
 THIN = {"cpu": 8.0, "cuda": 64.0}
 """Tokens that a micro-batch costs beyond its own, because its matrix products are thin."""
 OVERHEAD = {"cpu": 5e-3 * 5e10, "cuda": 1.5e-3 * 5e14}
@@ -183,17 +184,20 @@ class Space:
                 embedding = head = "host"
             yield replace(streamed, resident_blocks=count, embedding_placement=embedding, head_placement=head)
 
-    def _ends(self, embedding: Place) -> list[tuple[Place, Place]]:
-        """Where embedding and head may be in a streamed plan: a pin, or the device and, where it is exact, the host."""
+    def _ends(self, embedding: Place) -> list[tuple[Place, HeadPlace]]:
+        """Where embedding and head may be in a streamed plan: a pin, or the device and, where it is exact, the host; the fastest
+        first."""
         wanted, storage = self.recipe.plan, self.storage
-        heads: list[Place] = ["device"] if wanted.head_placement == "auto" else [wanted.head_placement]
+        heads: list[HeadPlace] = ["device"] if wanted.head_placement == "auto" else [wanted.head_placement]
         plain = storage.fast and not storage.own_head and self.recipe.plan.exact != "bitwise"
+        if wanted.head_placement == "auto" and not (storage.own_head or self.shape.tied):
+            heads.append("visit")
         if wanted.head_placement == "auto" and plain:
             heads.append("host")
         if wanted.embedding_placement != "auto" or not (storage.trained and plain):
             return [(embedding, head) for head in heads]
         # Trained, both go together: one of them alone on the device takes most of what the other frees.
-        return [(head, head) for head in heads]
+        return [("device" if head == "device" else "host", head) for head in heads]
 
     def _cost(self, case: Case) -> float:
         """Operations of one rank's step, with what levers, thin micro-batches and padding add."""
