@@ -5,7 +5,7 @@ cut every `tile` of them; dropout still draws by a token's place in its own row.
 made of it. Outputs and the input's gradient are sums over features, of which a tile has all: the same bits where the matrix
 product takes the same kernel (seen on a CPU from 16 tokens on), else the same to roundings. A weight's gradient is a sum
 over tokens, which tiles add up one after the other: in fp32 for adapters, in the weight's own type for a trained weight,
-as micro-batches are added. (fp32 sums for 16-bit weights would take 4 bytes a weight of the MLP in place of 2: as much as tiles free.)
+as micro-batches are added. (fp32 sums for 16-bit weights would take 2 bytes more a weight of the MLP: as much as tiles free.)
 
 Legend: N tokens, D hidden width.
 """
