@@ -242,6 +242,9 @@ class PlanSection(Section):
     activations; selective: attention's output is kept too."""
     loss_chunk: AutoWhole = "auto"
     """Positions whose logits exist at once; 0: all."""
+    mlp_tile: AutoWhole = "auto"
+    """Tokens that the MLP of a block takes at a time where the block is recomputed (plan.activation_checkpointing=true, or
+    streamed weights), for fast blocks; 0: all."""
     weights: Literal["auto", "resident", "streamed"] = "auto"
     """Where the weights live: on the device, or fetched from host memory. auto: on the device; on one GPU where no such plan
     fits, streamed."""

@@ -214,7 +214,8 @@ def lever_choices(lever: Lever, allowance: Allowance) -> tuple[Any, ...]:
         raise InputError(
             f"plan.{lever.field}={_text(pinned)} {reason}",
             where=f"plan.{lever.field}",
-            remedy=" or ".join(f"plan.{lever.field}={_text(value)}" for value in _others(lever, pinned, allowance)),
+            remedy=_before_tiles(lever, allowance)
+            + " or ".join(f"plan.{lever.field}={_text(value)}" for value in _others(lever, pinned, allowance)),
         )
     return (pinned,)
 
@@ -233,11 +234,35 @@ def _forbidden(lever: Lever, allowance: Allowance) -> str:
         return f"gives {lever.exact}, which plan.exact=bitwise forbids"
     if lever.field == "loss_chunk" and storage.head_adapted and storage.dropout:
         return "would change the draws of the dropout on the head's adapter"
+    if lever.field == "mlp_tile":
+        return _untiled(allowance)
     if lever.field == "optimizer_in_backward":
         return step_in_backward.refusal(recipe, allowance.precision, allowance.ranks)
     if lever.field == "embedding_placement":
         return _embedding_refusal(allowance)
     return ""
+
+
+def _untiled(allowance: Allowance) -> str:
+    """Why no MLP goes in tiles, as the end of a sentence."""
+    plan = allowance.recipe.plan
+    if not allowance.storage.fast:
+        return "is for fast blocks, and they are off here"
+    if plan.activation_checkpointing not in ("auto", True):
+        return (
+            "is for blocks that are run again for their backward, and "
+            f"plan.activation_checkpointing={_text(plan.activation_checkpointing)} keeps what the MLP makes"
+        )
+    return ""
+
+
+def _before_tiles(lever: Lever, allowance: Allowance) -> str:
+    """What makes tiles possible where they are refused, as the beginning of a remedy."""
+    if lever.field != "mlp_tile" or allowance.recipe.plan.exact == "bitwise":
+        return ""
+    if allowance.storage.fast:
+        return "plan.activation_checkpointing=true or "
+    return "" if why_not_fast(allowance.shape, allowance.recipe) else "plan.fast_block=true or "
 
 
 def _embedding_refusal(allowance: Allowance) -> str:

@@ -11,13 +11,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Plan, Shape
 from finetune.errors import InputError
-from finetune.memory import weight_streaming
-from finetune.memory.case import Case, case_of
+from finetune.memory import mlp_tiles, weight_streaming
+from finetune.memory.case import DECODE, Case, case_of
 from finetune.memory.checkpointing import step_operations
 from finetune.memory.storage import Storage, storage_of
 from finetune.memory.table import LEVERS
@@ -33,9 +33,6 @@ THIN = {"cpu": 8.0, "cuda": 64.0}
 OVERHEAD = {"cpu": 5e-3 * 5e10, "cuda": 1.5e-3 * 5e14}
 """Operations that a block could do while its forward and backward are only being launched: seconds a block (a tiny Llama
 on a CPU; some 300 launches on a GPU) times the rate. Assumed until the machine's rates are measured."""
-DECODE = {"cpu": 1e-9 * 5e10, "cuda": 0.9e-12 * 5e14}
-"""Operations that could be done while one coded weight (4 or 8 bits) is decoded, which every micro-batch does anew: seconds
-a weight times the rate. Assumed from one H200."""
 MEAN_SHARE = 0.5
 """The mean length of rows that are not packed, as a share of the longest, where the rows are not known. An assumption: it
 says how much padding grows with the micro-batch."""
@@ -139,6 +136,8 @@ class Space:
             levers = dict(zip(fields, values, strict=True))
             if levers["optimizer_in_backward"] and count < rows:
                 continue
+            if levers["mlp_tile"] and not self._tiles(levers, count):
+                continue
             plan = Plan(
                 device=storage.device,
                 micro_batch=count,
@@ -162,6 +161,15 @@ class Space:
             )
         fastest = min(candidate.relative_seconds for candidate in found)
         return [replace(each, relative_seconds=each.relative_seconds / fastest) for each in found]
+
+    def _tiles(self, levers: dict[str, Any], count: int) -> bool:
+        """Whether a micro-batch's MLP can go in these tiles; of those that nobody pinned, whether they are its own."""
+        if levers["activation_checkpointing"] is not True:
+            return False
+        if self.recipe.plan.mlp_tile != "auto":
+            return True
+        tile: int = levers["mlp_tile"]
+        return tile == mlp_tiles.worth_trying(count * self.longest_row)
 
     def _streamed(self, plan: Plan) -> Iterator[Plan]:
         """This plan with its weights streamed, if it has what streaming does by itself: by where embedding and head are, and

@@ -160,7 +160,7 @@ def assemble(
     tied = model.base.get_input_embeddings().weight is model.head.weight
     given = place_on_host(model.base, device) if lookup and not (host is not None and tied) else None
     if plan.fast_block:
-        model.fast = backbone.install(model, plan.attention, DTYPES[precision])
+        model.fast = backbone.install(model, plan.attention, DTYPES[precision], plan.mlp_tile)
     if host is not None:
         # A streamed step recomputes and offloads by itself.
         host.watch(model.blocks)
