@@ -29,12 +29,23 @@ class TrainedTensors:
 
 
 @dataclass(frozen=True)
+class Sums:
+    """What seconds read of a shape, summed once: operations a token of the blocks' linears, of these as they are run again,
+    the linears' widths in and out, and those of the adapted ones."""
+
+    linears: float
+    again: float
+    widths: int
+    adapted: int
+
+
+@dataclass(frozen=True)
 class Case:
     """What a cost model may ask for; `case_of` makes one.
 
     `tensors` are the trained ones; `rows` are those of one rank's share of a step; `update_bytes` the temporaries of one
     tensor's update, by its elements and the device's type (None: those of torch's AdamW). `rates` are the machine's (None:
-    assumed ones of such a device); `filled`: how long rows are with their padding, as a share of `length`.
+    assumed ones of such a device); `filled`: how long rows are with their padding, as a share of `length`; `sums`: as memory/step_time makes them (None: at each use).
     """
 
     shape: Shape
@@ -46,6 +57,7 @@ class Case:
     update_bytes: UpdateBytes | None = None
     rates: Rates | None = None
     filled: float = 1.0
+    sums: Sums | None = None
 
     @property
     def speed(self) -> Rates:

@@ -8,7 +8,7 @@ Constants were fitted to benchmarks/results of one H200, where each says so; a t
 
 from __future__ import annotations
 
-from finetune.memory.case import Case, compute_seconds, memory_seconds
+from finetune.memory.case import Case, Sums, compute_seconds, memory_seconds
 from finetune.memory.operations import again_operations, attention_operations, forward_operations
 
 ATTENTION = 0.6
@@ -51,6 +51,19 @@ def _length(case: Case) -> int:
     return max(1, round(case.length * case.filled))
 
 
+def sums_of(case: Case) -> Sums:
+    """The sums of a case, made here where it does not carry them."""
+    if case.sums is not None:
+        return case.sums
+    shape, storage = case.shape, case.storage
+    return Sums(
+        forward_operations(shape, 0),
+        again_operations(shape, storage),
+        sum(one.inputs + one.outputs for one in shape.linears),
+        sum(one.inputs + one.outputs for one in shape.linears if one.name in storage.targets),
+    )
+
+
 def _products(case: Case, operations: float) -> float:
     """Seconds of one micro-batch's linears, of so many operations a token."""
     return compute_seconds(case, operations * (micro_tokens(case) + THIN[case.storage.device]))
@@ -64,11 +77,9 @@ def _attention(case: Case, passes: float) -> float:
 
 def _traffic(case: Case) -> float:
     """Seconds of what one micro-batch's forward moves through memory."""
-    shape, storage = case.shape, case.storage
-    widths = sum(one.inputs + one.outputs for one in shape.linears)
-    adapted = sum(one.inputs + one.outputs for one in shape.linears if one.name in storage.targets)
+    shape, storage, sums = case.shape, case.storage, sums_of(case)
     casts = CAST_TRAFFIC if storage.recast and not storage.fast else 0.0
-    moved = TRAFFIC[storage.fast] * widths + (ADAPTER_TRAFFIC + casts) * adapted
+    moved = TRAFFIC[storage.fast] * sums.widths + (ADAPTER_TRAFFIC + casts) * sums.adapted
     return memory_seconds(case, micro_tokens(case) * shape.blocks * storage.compute * moved)
 
 
@@ -90,14 +101,14 @@ def _with_launches(case: Case, busy: float, passes: float, decoded: float) -> fl
 
 def forward_seconds(case: Case, decoded: float = 1.0) -> float:
     """One micro-batch's forward through the blocks. `decoded`: the share of stored weights that are decoded for it."""
-    linears = forward_operations(case.shape, 0)
+    linears = sums_of(case).linears
     busy = _products(case, linears) + _attention(case, 1.0) + _traffic(case) + decode_seconds(case, decoded)
     return _with_launches(case, busy, 1.0, decoded)
 
 
 def again_seconds(case: Case, decoded: float = 1.0, attention: bool = True) -> float:
     """One micro-batch's forward through the blocks, run again for their backward."""
-    linears, again = forward_operations(case.shape, 0), again_operations(case.shape, case.storage)
+    linears, again = sums_of(case).linears, sums_of(case).again
     busy = _products(case, again) + _traffic(case) + decode_seconds(case, decoded * again / max(linears, 1.0))
     return _with_launches(case, busy + (_attention(case, 1.0) if attention else 0.0), 1.0, decoded)
 
@@ -105,7 +116,7 @@ def again_seconds(case: Case, decoded: float = 1.0, attention: bool = True) -> f
 def backward_seconds(case: Case, decoded: float = 1.0) -> float:
     """One micro-batch's backward through the blocks, what it needs being there."""
     storage = case.storage
-    linears = forward_operations(case.shape, 0) * (2 if storage.trained else 1)
+    linears = sums_of(case).linears * (2 if storage.trained else 1)
     busy = _products(case, linears) + _attention(case, 2.5) + BACKWARD_TRAFFIC * _traffic(case)
     busy += decode_seconds(case, decoded)
     if storage.trained:

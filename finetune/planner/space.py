@@ -17,7 +17,7 @@ from finetune.contracts import Plan, Shape
 from finetune.errors import InputError
 from finetune.memory import weight_streaming
 from finetune.memory.case import Case, case_of
-from finetune.memory.step_time import step_seconds
+from finetune.memory.step_time import step_seconds, sums_of
 from finetune.memory.storage import Storage, storage_of
 from finetune.memory.table import LEVERS
 from finetune.planner.budget import Budget, budget_of, device_of, precision_of
@@ -118,7 +118,7 @@ class Space:
         facts = self.facts
         made = case_of(self.shape, self.storage, plan, facts.longest_row, facts.rows, facts.state_bytes)
         rates = self.hardware.rates if self.hardware.device == self.storage.device else None
-        return replace(made, update_bytes=facts.update_bytes, rates=rates)
+        return replace(made, update_bytes=facts.update_bytes, rates=rates, sums=sums_of(made))
 
     @property
     def may_stream(self) -> bool:
@@ -126,8 +126,8 @@ class Space:
         wanted = self.recipe.plan.weights
         return wanted == "auto" and self.storage.device == "cuda" and not why_not_streamed(self.recipe, self.ranks)[0]
 
-    def candidates(self, streamed: bool = False) -> list[Candidate]:
-        """Every plan, larger micro-batches and fewer levers first; times are relative to the fastest. InputError for pins
+    def candidates(self, streamed: bool = False, timed: bool = True) -> list[Candidate]:
+        """Every plan, larger micro-batches and fewer levers first; not `timed`: only their bytes, 0 seconds. InputError for pins
         that no plan keeps. Streamed plans are among them where the recipe asks for them, or with `streamed`."""
         storage, rows = self.storage, self.rows
         choices = [lever_choices(lever, self.allowance) for lever in LEVERS.values()]
@@ -149,10 +149,10 @@ class Space:
             )
             base = replace(base, plan=plan) if base else self.case(plan)
             if self.recipe.plan.weights != "streamed":
-                found.append(Candidate(plan, estimate_case(base, by_tokens), self._seconds(base)))
+                found.append(Candidate(plan, estimate_case(base, by_tokens), self._seconds(base) if timed else 0.0))
             for other in self._streamed(plan) if streamed or self.recipe.plan.weights == "streamed" else ():
                 base = replace(base, plan=other)
-                found.append(Candidate(other, estimate_case(base, by_tokens), self._seconds(base)))
+                found.append(Candidate(other, estimate_case(base, by_tokens), self._seconds(base) if timed else 0.0))
         if not found:
             raise InputError(
                 f"plan.optimizer_in_backward=true needs one micro-batch a step, and plan.micro_batch="
@@ -160,8 +160,7 @@ class Space:
                 where="plan.optimizer_in_backward",
                 remedy=f"plan.micro_batch={rows} or auto, or plan.optimizer_in_backward=false",
             )
-        fastest = min(candidate.seconds for candidate in found)
-        return [replace(each, relative_seconds=each.seconds / fastest) for each in found]
+        return found
 
     def _streamed(self, plan: Plan) -> Iterator[Plan]:
         """This plan with its weights streamed, if it has what streaming does by itself: by where embedding and head are, and
