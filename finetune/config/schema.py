@@ -262,8 +262,8 @@ class PlanSection(Section):
     fast_block: AutoSwitch = "auto"
     """Run decoder layers through this toolkit's fused operations: on a GPU, where the model's form is known."""
     attention: Literal["auto", "deterministic", "flash", "cudnn", "efficient", "math"] = "auto"
-    """The attention kernel of fast blocks. auto: torch's own order. deterministic: the same, under torch's deterministic
-    algorithms, so that a run on a GPU gives the same bits again."""
+    """The attention kernel of fast blocks. auto: torch's own order. deterministic: one with a deterministic backward, and
+    the rest of the step under torch's deterministic algorithms, so that a run on a GPU gives the same bits again."""
     probe: AutoSwitch = "auto"
     """Try forward and backward of the longest rows before the first step, so that too little memory shows at once. auto: on a
     GPU."""

@@ -9,6 +9,7 @@ by name before the first step. Frozen weights are held in the compute precision;
 from __future__ import annotations
 
 import traceback
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -151,11 +152,20 @@ def _loaded(recipe: Recipe, device: torch.device, precision: Precision, given: A
     model = assemble(module, tokenizer, shape, source.name, tuple(notices))
     model.home = device
     if host is not None:
-        host.rest(model.module, list(model.blocks))
+        host.rest(model.module, list(model.blocks), _ends(model))
     model.module.eval()
-    with torch.autocast(device.type, DTYPES[precision], enabled=_is_mixed(module, precision)):
+    with (
+        nullcontext() if host is None else host.whole(),
+        torch.autocast(device.type, DTYPES[precision], enabled=_is_mixed(module, precision)),
+    ):
         verify(model, packed=recipe.data.pack, training=training)
     return model
+
+
+def _ends(model: Model) -> dict[str, nn.Parameter]:
+    """The matrices of embedding and head, where they are nothing more."""
+    sides = {"embedding": model.base.get_input_embeddings(), "head": model.base.get_output_embeddings()}
+    return {name: side.weight for name, side in sides.items() if type(side) in (nn.Embedding, nn.Linear)}
 
 
 def _is_mixed(module: nn.Module, precision: Precision) -> bool:

@@ -33,7 +33,10 @@ class Making:
 
 
 class Host(Protocol):
-    """A place that keeps blocks (memory/streaming/host_blocks)."""
+    """A place that keeps blocks (memory/streaming/host_blocks), and the ends that it names: "embedding", "head"."""
+
+    @property
+    def ends(self) -> frozenset[str]: ...
 
     def begin(self, blocks: int) -> None: ...
 
@@ -82,8 +85,10 @@ def furnish(
     plain = host is not None and values.into is not None and store is None and not making.nf4
     inside = {name for name in names if any(f"{name}.".startswith(f"{block}.") for block in blocks)} if plain else set()
     last = {} if host is None else {[n for n in names if n.startswith(f"{block}.")][-1]: block for block in blocks}
+    staying = []
     if host is not None:
         host.begin(len(blocks))
+        staying = [each for name, each in (("embedding", embedding), ("head", head)) if name in host.ends]
     # By name, so that nothing keeps a layer that was replaced.
     for name in names:
         module = model.get_submodule(name)
@@ -92,7 +97,10 @@ def furnish(
             continue
         if name not in inside:
             for leaf, empty in list(module.named_parameters(recurse=False)):
-                setattr(module, leaf, _parameter(f"{name}.{leaf}", module, leaf, empty, (making, values)))
+                made = _parameter(f"{name}.{leaf}", module, leaf, empty, (making, values))
+                if module in staying:
+                    made.data = made.data.to("cpu")
+                setattr(module, leaf, made)
         if store is not None and name in stored:
             model.set_submodule(name, store(module))
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):

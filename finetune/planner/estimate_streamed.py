@@ -25,12 +25,13 @@ def estimate_streamed(case: Case) -> estimate.Estimate:
     # Adapters hardly count beside a block; a model's own norm does not at all.
     weights = Bytes({"weights": outside, "slots": streaming.slots_bytes(case)})
     run = weights + Bytes({"optimizer": state})
-    # Embedding and head come to the device before they go to the host, and so does a block that is made there.
-    loaded = Bytes({"workspace": estimate.staging_bytes(shape, storage) + ends.weights})
+    # What is made on the device goes to the host one by one; the checks of a loaded model have its ends on the device.
+    made = Bytes({"slots": figures.block, "workspace": estimate.staging_bytes(shape, storage)})
+    checked = Bytes({"slots": streaming.slots_bytes(case), "workspace": ends.weights})
     # Evaluation has what passes in parts whole on the device.
     visit = Bytes({"weights": ends.visiting})
     phases = {
-        "load": Bytes({"weights": outside, "slots": figures.block}) + loaded,
+        "load": Bytes({"weights": outside}) + max(made, checked, key=lambda moment: moment.total),
         "step": run + max(_Moments(case, figures, ends).all(), key=lambda moment: moment.total),
         "evaluate": run + visit + estimate.evaluation(case),
         "save": run,

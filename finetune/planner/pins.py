@@ -78,9 +78,9 @@ def _check_fast(recipe: Recipe, shape: Shape) -> None:
             "plan.attention=auto or deterministic, or data.pack=false",
         )
     off = recipe.plan.fast_block is False or (recipe.plan.fast_block == "auto" and bool(reason))
-    if recipe.plan.attention not in ("auto", "deterministic") and off:
+    if recipe.plan.attention != "auto" and off:
         raise InputError(
-            f"plan.attention={recipe.plan.attention} names a kernel of fast blocks, and they are off here",
+            f"plan.attention={recipe.plan.attention} is for fast blocks, and they are off here",
             "plan.attention",
             "plan.attention=auto; model.attention chooses transformers' own",
         )

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 from pathlib import Path
 
 import torch
+
+
+def clear(device: torch.device) -> None:
+    """Frees what an earlier run in this process left on the GPU (its objects have cycles), and lifts that run's cap."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def reset_peak(device: torch.device) -> None:

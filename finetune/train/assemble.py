@@ -56,7 +56,9 @@ def host_blocks(
     `told(bytes there, bytes of all)` is called while they arrive."""
     if plan.weights != "streamed":
         return None
-    return HostBlocks(device, recipe.adapter.kind == "none", plan.slots, plan.resident_blocks, room, told)
+    places = {"embedding": plan.embedding_placement, "head": plan.head_placement}
+    ends = frozenset(name for name, place in places.items() if place != "device")
+    return HostBlocks(device, recipe.adapter.kind == "none", plan.slots, plan.resident_blocks, room, told, ends)
 
 
 def host_room(recipe: Recipe, free: int, processes: int) -> int:
@@ -77,13 +79,15 @@ def streamed(
         layers: Any = backbone.FastLayers(model, model.fast)
     else:
         layers = Layers(model, lambda: compute(device, precision, recipe.model.trained))
-        check(model, layers, recipe.data.pack)
+        with host.whole():
+            check(model, layers, recipe.data.pack)
     units = [[spot.parameter for spot in flat.trained if spot.parameter is not None] for flat in host.flats]
     deferred = None
     if any(units):
         check_sliced(optimizer, recipe.optimizer.name)
         deferred = Deferred(Slicing(optimizer), units, device)
     ends = _ends(model, plan, layers, device, Slicing(optimizer), DTYPES[precision])
+    host.settled()
     made = Streamed(model, layers, host, deferred, Boundaries(device, plan.activation_offload), ends)
     made.settle()
     return made

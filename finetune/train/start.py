@@ -86,6 +86,7 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
     if saved and world.agree(lambda: _is_complete(recipe, folder, progress, steps)):
         return _already_complete(recipe, folder, progress, log)
     shape, planned = shape_for(recipe), as_planned(recipe)
+    memory.clear(world.device)
     hardware = hardware_of(world, checkpoint, log)
     longest = max(rows.longest_row for rows in (splits.train, *splits.evaluate.values()))
     lengths = order.lengths[order.permutation(0)]

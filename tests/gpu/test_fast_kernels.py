@@ -158,13 +158,18 @@ def test_chunked_loss(vocabulary: int, weighted: bool) -> None:
     close(head.grad, plain[1].grad, 4.0)
 
 
-def test_deterministic_attention_gives_the_same_bits_again() -> None:
+@pytest.mark.parametrize("documents", [None, (0, 700, 2048, 4096, 4100, 8192)])
+def test_deterministic_attention_gives_the_same_bits_again(documents: tuple[int, ...] | None) -> None:
     q, k, v = (normal(4, 2048, heads, 128, seed=heads + 1).requires_grad_() for heads in (32, 8, 8))
     grad = normal(4, 2048, 32, 128, seed=7)
+    packed = documents and Documents(torch.tensor(documents, dtype=torch.int32, device="cuda"), 4092)
     with deterministic(True):
-        look = Look("deterministic")
-        runs = [torch.autograd.grad(attend(q, k, v, look, None, 0.1), (q, k, v), grad) for _ in range(4)]
+        look = Look("deterministic", packed)
+        runs = [torch.autograd.grad(attend(q, k, v, look, None, 0.1), (q, k, v), grad) for _ in range(8)]
     assert all(torch.equal(one, other) for run in runs[1:] for one, other in zip(run, runs[0], strict=True))
+    usual = torch.autograd.grad(attend(q, k, v, Look("auto", packed), None, 0.1), (q, k, v), grad)
+    for one, other in zip(runs[0], usual, strict=True):
+        close(one, other, 4.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

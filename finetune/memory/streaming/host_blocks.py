@@ -8,8 +8,8 @@ called finds its weights on the device by itself (evaluation, generation, checks
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ class HostBlocks:
 
     `trained`: the blocks' own weights are trained, so they move with the rest; else only frozen ones do. `resident`: how
     many blocks keep a place on the device, spread evenly. `room`: bytes of host memory that the blocks may take (None: not
-    looked at). `told(bytes there, bytes of all)` is called while blocks arrive.
+    looked at). `told(bytes there, bytes of all)` is called while blocks arrive. `ends` of the model ("embedding", "head") that
+    will live on the host too stay there from the start.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class HostBlocks:
         resident: int,
         room: int | None = None,
         told: Callable[[int, int], None] | None = None,
+        ends: frozenset[str] = frozenset(),
     ) -> None:
         self.device = device
         self.trained = trained
@@ -44,6 +46,8 @@ class HostBlocks:
         self.resident = resident
         self.room = room
         self.told = told
+        self.ends = ends
+        self._staying: list[nn.Parameter] = []
         self.flats: list[Flat] = []
         self.blocks = 0
         self.slots: Slots | None = None
@@ -113,10 +117,11 @@ class HostBlocks:
         self.slots = None
         for flat in self.flats:
             flat.give_up()
-        self.flats = []
+        self.flats, self._staying = [], []
 
-    def rest(self, model: nn.Module, blocks: list[nn.Module]) -> None:
-        """Takes the blocks that were not yet taken, and sends everything else to the device."""
+    def rest(self, model: nn.Module, blocks: list[nn.Module], ends: dict[str, nn.Parameter] | None = None) -> None:
+        """Takes the blocks that were not yet taken, and sends everything else to the device, but for those `ends` (the
+        matrices of embedding and head, by name) that stay on the host."""
         self.blocks = len(blocks)
         for number, block in enumerate(blocks):
             if number == len(self.flats):
@@ -127,6 +132,10 @@ class HostBlocks:
         self._check_own()
         streamed = {id(spot.parameter) for flat in self.flats for spot in flat.spots if spot.parameter is not None}
         inside = {id(module) for block in blocks for module in block.modules()}
+        self._staying = [each for name, each in (ends or {}).items() if name in self.ends]
+        for parameter in self._staying:
+            parameter.data = parameter.data.to("cpu")
+        streamed |= {id(parameter) for parameter in self._staying}
         for parameter in model.parameters():
             if id(parameter) not in streamed:
                 parameter.data = parameter.data.to(self.device)
@@ -138,6 +147,22 @@ class HostBlocks:
         self.slots = Slots(self.flats, self.count, self.device, spread)
         self.watch(blocks)
         large_tensors_apart(False)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, embedding and head are on the device, so that any forward can run."""
+        there = [(parameter, parameter.data) for parameter in self._staying]
+        for parameter, data in there:
+            parameter.data = data.to(self.device)
+        try:
+            yield
+        finally:
+            for parameter, data in there:
+                parameter.data = data
+
+    def settled(self) -> None:
+        """The ends have their own places on the host now."""
+        self._staying = []
 
     def _check_own(self) -> None:
         """ModelError where two blocks train one tensor: each would update a copy of its own."""

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from finetune.errors import ModelError
+from finetune.kernels.determinism import repeatable
 
 BACKENDS: dict[str, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -43,8 +45,8 @@ class Documents:
 
 @dataclass(frozen=True)
 class Look:
-    """What every layer's attention is given: the kernel's name (`auto`, `deterministic`: torch chooses; a name of BACKENDS
-    runs that one or raises ModelError), and for packed rows `documents`
+    """What every layer's attention is given: the kernel's name (`auto`: torch chooses; `deterministic`: one whose backward
+    gives the same bits again; a name of BACKENDS runs that one or raises ModelError), and for packed rows `documents`
     (variable-length kernels) or `masks` by window (bool [B, 1, S, S])."""
 
     backend: str = "auto"
@@ -56,25 +58,52 @@ def attend(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, look: Look, window: i
     """softmax(scale q k^T) v [B, S, H, D] over what each position may see: earlier ones, of its own document, and with a
     window those at most window - 1 before it."""
     if look.documents is not None:
-        return _varlen(q_BSHD, k_BSGD, v_BSGD, look.documents, window, scale)
+        packed = partial(_varlen, documents=look.documents, window=window, scale=scale)
+        if look.backend == "deterministic":
+            return repeatable(packed, q_BSHD, k_BSGD, v_BSGD)
+        return packed(q_BSHD, k_BSGD, v_BSGD)
     mask = None if look.masks is None else look.masks[window]
-    grouped = q_BSHD.shape[2] != k_BSGD.shape[2]
     if mask is None and window is not None and q_BSHD.shape[1] > window:
         mask = window_mask(q_BSHD.shape[1], window, q_BSHD.device)
     if mask is not None and look.backend in BACKENDS:
         raise _refused(look.backend, "packed rows, or rows longer than the window, take a mask here")
+    run = partial(_whole_rows, mask=mask, scale=scale)
+    if look.backend == "deterministic":
+        return _again(run, mask, (q_BSHD, k_BSGD, v_BSGD))
     try:
         with _kernel(look.backend):
-            out_BHSD = functional.scaled_dot_product_attention(
-                q_BSHD.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2), attn_mask=mask,
-                is_causal=mask is None, scale=scale, enable_gqa=grouped,
-            )  # fmt: skip
+            return run(q_BSHD, k_BSGD, v_BSGD)
     except RuntimeError as error:
-        if look.backend not in BACKENDS or not any(words in str(error) for words in NO_KERNEL):
+        if look.backend not in BACKENDS or not _no_kernel(error):
             raise
         what = f"queries {list(q_BSHD.shape)} and keys {list(k_BSGD.shape)} in {q_BSHD.dtype} are not for it"
         raise _refused(look.backend, what) from None
+
+
+def _whole_rows(q_BSHD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    out_BHSD = functional.scaled_dot_product_attention(
+        q_BSHD.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2), attn_mask=mask, is_causal=mask is None,
+        scale=scale, enable_gqa=q_BSHD.shape[2] != k_BSGD.shape[2],
+    )  # fmt: skip
     return out_BHSD.transpose(1, 2)
+
+
+def _again(run: Callable[..., Tensor], mask: Tensor | None, tensors: tuple[Tensor, ...]) -> Tensor:
+    """Attention that gives the same bits again: flash's or the efficient kernel's deterministic backward, which take no mask
+    here; else plain products, which always do."""
+    if mask is None:
+        try:
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+                return repeatable(run, *tensors)
+        except RuntimeError as error:
+            if not _no_kernel(error):
+                raise
+    with sdpa_kernel(SDPBackend.MATH):
+        return run(*tensors)
+
+
+def _no_kernel(error: RuntimeError) -> bool:
+    return any(words in str(error) for words in NO_KERNEL)
 
 
 def _refused(backend: str, why: str) -> ModelError:

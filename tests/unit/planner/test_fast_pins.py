@@ -28,7 +28,7 @@ def test_fast_blocks_are_refused_by_the_key_that_forbids_them(changes: dict[str,
 
 
 def test_an_attention_kernel_without_fast_blocks_is_refused_or_told() -> None:
-    with pytest.raises(InputError, match="names a kernel of fast blocks"):
+    with pytest.raises(InputError, match="is for fast blocks, and they are off"):
         chosen("h200-141", plan__attention="flash", plan__fast_block=False, data__pack=False)
     reasons = chosen("cpu,64GiB", shape="smollm2-135m", plan__attention="flash", data__pack=False).reasons
     assert any("plan.attention=flash does nothing here" in reason for reason in reasons)
