@@ -1,7 +1,7 @@
 """Predicted seconds of a step beside every measured line of the benchmarks, and what they depend on.
 
-The constants of memory/step_time were fitted to these lines (one H200, an 8B shape), so this holds the formula to what
-was seen; it says nothing of other machines and shapes.
+The constants of memory/step_time were fitted to the lines of the 8B shape (one H200), so those hold the formula to what was
+seen; the lines of 32B and 70B came later and are predictions. Nothing here speaks of another machine.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def frontier() -> Iterator[tuple[str, Case, float]]:
         cell = Cell(**{**given, "pins": tuple(line["pins"])})
         where = "resident" if cell.blocks is None else f"streamed, ends on the {cell.ends}"
         recipe = Recipe.model_validate(recipe_of(cell, Path("rows"), Path("run"), 3))
-        yield f"{cell.method} {cell.tokens} {where}", case_of_recipe(recipe), line["seconds_per_step"]
+        shape = cell.model.removeprefix("builtin:").removesuffix("-random")
+        yield f"{shape} {cell.method} {cell.tokens} {where}", case_of_recipe(recipe, shape), line["seconds_per_step"]
 
 
 def ladder() -> Iterator[tuple[str, Case, float]]:
