@@ -20,6 +20,9 @@ from finetune.contracts import Shape
 from finetune.errors import ModelError
 from finetune.memory.activations import boundary, saved_by_block, unsaved_by_first
 from finetune.memory.case import Case
+
+# Also found here by levers that price themselves in operations.
+from finetune.memory.operations import step_operations as step_operations
 from finetune.memory.step_time import again_seconds, micro_batches, step_seconds
 from finetune.memory.storage import Storage, Work
 
