@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from finetune.memory import activations
-from finetune.memory.case import DECODE, Case
-from finetune.memory.checkpointing import recomputed_bytes, step_operations
+from finetune.memory.case import Case, compute_seconds
+from finetune.memory.checkpointing import recomputed_bytes
+from finetune.memory.step_time import micro_batches, step_seconds
 from finetune.memory.storage import Work, place_of
 
 CHOICES = (0, 4096, 1024)
@@ -52,8 +53,8 @@ def slowdown(case: Case) -> float:
     passes, thin = PASSES, THIN[storage.device]
     if storage.trained:
         passes, thin = passes + 1, thin + THIN_TRAINED
-    each = passes * 2.0 * thin * weights
+    each = compute_seconds(case, passes * 2.0 * thin * weights)
     if storage.coded and case.plan.weights != "streamed":
-        each += PASSES * weights * DECODE[storage.device]
+        each += PASSES * weights / case.speed.decode_weights_per_s
     # The first tile costs what the whole would.
-    return (tiles - 1) * shape.blocks * each / (work.tokens * step_operations(shape, storage, case.length))
+    return micro_batches(case) * (tiles - 1) * shape.blocks * each / step_seconds(case)

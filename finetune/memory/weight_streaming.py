@@ -13,8 +13,16 @@ from dataclasses import dataclass
 from finetune.contracts import Bytes, Shape
 from finetune.kernels.norms import tall_rows
 from finetune.memory.activations import boundary
-from finetune.memory.case import Case, compute_seconds, link_seconds
-from finetune.memory.checkpointing import forward_operations, step_operations
+from finetune.memory.case import Case, both_ways_seconds, compute_seconds, link_seconds
+from finetune.memory.step_time import (
+    again_seconds,
+    backward_seconds,
+    forward_seconds,
+    head_seconds,
+    micro_batches,
+    step_seconds,
+    update_seconds,
+)
 from finetune.memory.storage import Storage, coded_block_bytes
 
 UPDATES_AHEAD = 2
@@ -182,39 +190,43 @@ def lent_bytes(case: Case) -> int:
 
 
 def seconds(case: Case) -> float:
-    """Seconds of a step: in each half of it the slower of computing and the busier direction of the link."""
-    shape, storage, plan = case.shape, case.storage, case.plan
-    figures, tokens = streaming_of(case), case.step_tokens
-    forward = compute_seconds(case, tokens * forward_operations(shape, case.length))
-    whole = compute_seconds(case, tokens * step_operations(shape, storage, case.length)) + forward
+    """Seconds of a step: in each half of it the slower of computing and of moving what the link has to, both ways."""
+    shape, plan = case.shape, case.plan
+    figures, count = streaming_of(case), micro_batches(case)
+    # Fast blocks decode a stored block once for all micro-batches.
+    decoded = 1.0 / count if plan.fast_block else 1.0
+    forward = count * forward_seconds(case, decoded)
+    backward = count * (again_seconds(case, decoded) + backward_seconds(case, decoded) + head_seconds(case))
     weights = figures.streamed * figures.block
-    updates = shape.blocks * (figures.gradients + figures.state)
+    states = shape.blocks * figures.state
     parked = shape.blocks * figures.boundary if plan.activation_offload else 0
     ends = ends_of(case)
-    own = ends.head_comes if storage.trained else 0
-    # A frozen head comes while the last block computes.
-    up = link_seconds(case, weights + updates + ends.head_comes - own)
-    down = link_seconds(case, parked + (weights + shape.blocks * figures.state if figures.gradients else 0))
-    # Blocks that gave their slots to the head come again.
-    back_up = link_seconds(case, weights + parked + lent_bytes(case))
-    back_down = link_seconds(case, shape.blocks * figures.gradients + own)
-    # Nothing is computed while an embedding's update passes, or that of a head which comes whole; logits that pass in parts
-    # are made twice, the first time beside the head's update.
+    own = ends.head_comes if case.storage.trained else 0
+    down = weights + states if figures.gradients else 0
+    # A frozen head comes while the last block computes; blocks that gave their slots to a head come again.
+    up = weights + shape.blocks * figures.gradients + states + ends.head_comes - own
+    there = both_ways_seconds(case, up, down + parked)
+    back = both_ways_seconds(case, weights + parked + lent_bytes(case), shape.blocks * figures.gradients + own)
+    return max(forward, there) + max(backward, back) + update_seconds(case) + _ends_seconds(case)
+
+
+def _ends_seconds(case: Case) -> float:
+    """What passing ends add: nothing is computed while an embedding's update passes, or that of a head which comes whole;
+    logits in parts are made twice, the first time beside the head's update."""
+    shape, storage, ends = case.shape, case.storage, ends_of(case)
     passing = link_seconds(
         case, ends.part_with_update * shape.embedding_parameters * storage.weight // max(ends.part, 1)
     )
     aside = passing if ends.embedding_passes else 0.0
     if ends.head_passes:
-        again = compute_seconds(case, 2.0 * tokens * shape.vocabulary * shape.hidden)
+        again = compute_seconds(case, 2.0 * case.step_tokens * case.filled * shape.vocabulary * shape.hidden)
         aside += max(again, passing) if storage.trained and not shape.tied else again
-    if own:
+    if ends.head_comes and storage.trained:
         aside += passing
-    return max(forward, up, down) + max(whole - forward, back_up, back_down) + aside
+    return aside
 
 
 def slowdown(case: Case) -> float:
     """The share of a step's time that streaming adds to the recomputing resident step."""
-    resident = compute_seconds(
-        case, case.step_tokens * step_operations(case.shape, case.storage, case.length)
-    ) + compute_seconds(case, case.step_tokens * forward_operations(case.shape, case.length))
+    resident = step_seconds(case) + micro_batches(case) * again_seconds(case)
     return seconds(case) / resident - 1.0

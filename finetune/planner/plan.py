@@ -11,6 +11,7 @@ from typing import Any
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Plan, Shape
+from finetune.machine.rates import Rates
 from finetune.memory import weight_streaming
 from finetune.memory.case import Case
 from finetune.memory.table import LEVERS
@@ -33,7 +34,8 @@ HEADS = {"device": 0, "visit": 1, "host": 2}
 @dataclass(frozen=True)
 class Decision:
     """The chosen plan and why. `alternatives` are the plans that no other beats in both bytes and time, smallest first;
-    `next_faster` is the faster plan that lacks least, with `lacks` bytes (None: nothing is faster)."""
+    `next_faster` is the faster plan that lacks least, with `lacks` bytes (None: nothing is faster). `seconds`: of a step, as
+    predicted from `rates`; `step_tokens`: of all ranks, without padding."""
 
     plan: Plan
     estimate: Estimate
@@ -45,6 +47,14 @@ class Decision:
     budget: Budget
     precision: str
     facts: Facts
+    seconds: float
+    step_tokens: float
+    rates: Rates
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted, of all ranks, without padding."""
+        return self.step_tokens / self.seconds
 
 
 def decide(
@@ -71,8 +81,8 @@ def decide(
         fitting = [candidate for candidate in candidates if not budget.lack(candidate.estimate)]
     if not fitting:
         raise refusal(space, min(candidates, key=lambda each: (budget.lack(each.estimate), each.bytes)))
-    best = min(candidate.relative_seconds for candidate in fitting)
-    near = [candidate for candidate in fitting if candidate.relative_seconds <= best * (1 + EQUAL)]
+    best = min(candidate.seconds for candidate in fitting)
+    near = [candidate for candidate in fitting if candidate.seconds <= best * (1 + EQUAL)]
     chosen = min(near, key=lambda each: (_on_the_host(each.plan), each.bytes, each.relative_seconds))
     return _decision(space, chosen, candidates)
 
@@ -85,10 +95,10 @@ def _on_the_host(plan: Plan) -> int:
 
 
 def _decision(space: Space, chosen: Candidate, candidates: list[Candidate]) -> Decision:
-    base, budget = chosen.relative_seconds, space.budget
+    base, budget = chosen.seconds, space.budget
     # A plan that the host cannot hold is no alternative.
     held = [each for each in candidates if budget.host_lack(each.estimate) <= 0 or budget.device == "cpu"]
-    scaled = [replace(each, relative_seconds=each.relative_seconds / base) for each in held]
+    scaled = [replace(each, relative_seconds=each.seconds / base) for each in held]
     smallest = min(scaled, key=lambda each: (each.bytes, each.relative_seconds))
     faster = [each for each in scaled if each.relative_seconds < 1 - EQUAL and budget.lack(each.estimate)]
     next_faster = min(faster, key=lambda each: (budget.lack(each.estimate), each.relative_seconds), default=None)
@@ -106,6 +116,9 @@ def _decision(space: Space, chosen: Candidate, candidates: list[Candidate]) -> D
         budget=space.budget,
         precision=space.precision,
         facts=space.facts,
+        seconds=chosen.seconds,
+        step_tokens=space.step_tokens,
+        rates=space.case(plan).speed,
     )
 
 

@@ -45,6 +45,7 @@ from finetune.train.assemble import Update, assemble, host_blocks, host_room, st
 from finetune.train.folder import result_place, run_folder
 from finetune.train.job import Job, Progress, StopAskedError, StopSignal
 from finetune.train.loop import Loop
+from finetune.train.run_rates import PLAN, hardware_of, stored
 
 SUMMARY = "summary.json"
 
@@ -86,7 +87,7 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
         return _already_complete(recipe, folder, progress, log)
     shape, planned = shape_for(recipe), as_planned(recipe)
     memory.clear(world.device)
-    hardware = detect(world.device.type)
+    hardware = hardware_of(world, checkpoint, log)
     longest = max(rows.longest_row for rows in (splits.train, *splits.evaluate.values()))
     lengths = order.lengths[order.permutation(0)]
     decision = world.agree(lambda: decide(planned, shape, hardware, world.size, longest, lengths))
@@ -224,7 +225,8 @@ def rehearse(job: Job, decision: Decision) -> None:
             job.log.notice(notice)
     with writing(job.folder / "recipe.yaml"):
         save_recipe(job.recipe, job.folder / "recipe.yaml")
-    write_text(job.folder / "plan.yaml", _yaml(asdict(job.plan)))
+    planned_with = stored(decision.rates, detect(job.world.device.type).name)
+    write_text(job.folder / PLAN, _yaml({**asdict(job.plan), **planned_with}))
 
 
 def _yaml(values: dict[str, Any]) -> str:

@@ -64,7 +64,7 @@ def test_bitwise_keeps_embedding_and_head_whole() -> None:
 
 def step_bytes(head: str, machine: str = "1x141GB,512GB", **changes: Any) -> int:
     pins = {"embedding_placement": "host", "micro_batch": 2, "activation_offload": True, "loss_chunk": 1024}
-    pins |= {"head_placement": head, "resident_blocks": 0}
+    pins |= {"head_placement": head, "resident_blocks": 0, "mlp_tile": 0}
     more = {f"plan__{key}": value for key, value in pins.items()}
     return chosen(machine, plan__weights="streamed", train__batch=16, **more, **changes).estimate.step_tensors
 
@@ -78,7 +78,7 @@ def test_a_frozen_head_that_visits_takes_the_room_of_a_slot() -> None:
     # The wider a micro-batch's backward is beside the head's phase, the less the head costs.
     wide = {"plan__micro_batch": 8, "train__batch": 16}
     pins: dict[str, Any] = {"plan__weights": "streamed", "plan__activation_offload": True, "plan__loss_chunk": 1024}
-    pins |= {"plan__embedding_placement": "host", "plan__resident_blocks": 0}
+    pins |= {"plan__embedding_placement": "host", "plan__resident_blocks": 0, "plan__mlp_tile": 0}
     tensors = [
         chosen("1x141GB,512GB", plan__head_placement=head, **pins, **wide).estimate.step_tensors
         for head in ("device", "visit")
