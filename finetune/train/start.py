@@ -108,17 +108,15 @@ def _run_in(
     hardware = detect(world.device.type)
     longest = max(rows.longest_row for rows in (splits.train, *splits.evaluate.values()))
     lengths = order.lengths[order.permutation(0)]
-    decision = world.agree(lambda: decide(planned, shape, hardware, world.size, longest, lengths))
     space = space_of(planned, shape, hardware, world.size, longest, lengths)
     met = tried or progress.out_of_memory
-    decided = decision
-    decision = world.agree(lambda: _in_force(decided, space, met, log))
+    decision = world.agree(
+        lambda: _in_force(decide(planned, shape, hardware, world.size, longest, lengths), space, met, log)
+    )
     log.say(report.render(decision, shape, planned, hardware))
     for notice in state.check_plan(saved[1], decision.plan, decision.precision) if saved else []:
         log.notice(notice)
-    if world.device.type == "cuda" and isinstance(recipe.plan.gpu_memory, int):
-        # A budget is what the process takes, so torch's allocator gets it less what stands beside it.
-        memory.cap(world.device, decision.budget.device_bytes - CONTEXT_BYTES)
+    _enforce(recipe, world, decision)
     with BytesProgress(log, "weights to host memory") as arriving:
         room = host_room(recipe, host_free(), min(world.size, hardware.gpus or world.size))
         host = host_blocks(decision.plan, recipe, world.device, room, arriving)
@@ -142,15 +140,24 @@ def _run_in(
         loss_scale(decision.precision), Health(list(model.trainable())), StopSignal(log, recipe.run.keep), log, progress,
     )  # fmt: skip
     world.agree(lambda: rehearse(job, decision))
-    if saved:
-        for notice in state.restore(job, saved[0], saved[1]):
-            log.notice(notice)
-        job.progress.saved = checkpoint
-        log.say(
-            f"resumed from {checkpoint} at step {job.progress.step}, epoch {job.progress.epoch}, {order.place(job.progress.row)}"
-        )
+    if checkpoint and saved:
+        _restore(job, checkpoint, saved)
     job.progress.out_of_memory = met
     return _train(job, decision, steps, space)
+
+
+def _restore(job: Job, checkpoint: Path, saved: tuple[Any, Any, Any]) -> None:
+    for notice in state.restore(job, saved[0], saved[1]):
+        job.log.notice(notice)
+    job.progress.saved = checkpoint
+    place = job.order.place(job.progress.row)
+    job.log.say(f"resumed from {checkpoint} at step {job.progress.step}, epoch {job.progress.epoch}, {place}")
+
+
+def _enforce(recipe: Recipe, world: World, decision: Decision) -> None:
+    """A budget is what the process takes, so torch's allocator gets it less what stands beside it."""
+    if world.device.type == "cuda" and isinstance(recipe.plan.gpu_memory, int):
+        memory.cap(world.device, decision.budget.device_bytes - CONTEXT_BYTES)
 
 
 def _in_force(decision: Decision, space: Space, met: list[dict[str, Any]], log: Log) -> Decision:
