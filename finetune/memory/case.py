@@ -14,6 +14,9 @@ from finetune.memory.storage import Storage, Work, trained_tensors
 
 OPERATIONS_PER_SECOND = {"cpu": 5e10, "cuda": 4e14}
 """Matrix products of a training step."""
+DECODE = {"cpu": 1e-9 * 5e10, "cuda": 0.9e-12 * 5e14}
+"""Operations that could be done while one coded weight (4 or 8 bits) is decoded: seconds a weight times the rate. Assumed
+from one H200."""
 LINK_BYTES_PER_SECOND = {"cpu": 5e9, "cuda": 25e9}
 """Between host and device, one way while the other way is busy too: PCIe 4 x16; on a CPU a copy within memory."""
 
@@ -50,7 +53,7 @@ class Case:
     @property
     def work(self) -> Work:
         """One micro-batch."""
-        return Work(self.plan.micro_batch, self.length)
+        return Work(self.plan.micro_batch, self.length, self.plan.mlp_tile)
 
     @property
     def gradients(self) -> int:

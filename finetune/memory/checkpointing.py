@@ -13,6 +13,7 @@ layers are `GradientCheckpointingLayer`s works, whatever is inside of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,8 @@ def recomputed_bytes(shape: Shape, storage: Storage, work: Work, mode: Mode) -> 
 def saves(case: Case) -> int:
     """Bytes of a step's peak that the lever takes away (negative for a model of one block)."""
     shape, storage, work, mode = case.shape, case.storage, case.work, case.plan.activation_checkpointing
+    # What keeps its activations is not tiled: those are another lever's bytes.
+    work = replace(work, tile=0)
     with_it = kept_bytes(shape, storage, work, mode) + recomputed_bytes(shape, storage, work, mode)
     return kept_bytes(shape, storage, work, False) - with_it
 

@@ -27,6 +27,7 @@ LENGTHS = 4096
 EQUAL = 0.03
 """Plans within this share of the fastest count as equally fast, since times are no better known than that: of these the one
 that asks least of the host, then the one that needs least memory is taken."""
+HEADS = {"device": 0, "visit": 1, "host": 2}
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,10 @@ def decide(
 
 
 def _on_the_host(plan: Plan) -> int:
-    """What of a plan uses the host's memory and the link: among equally fast plans the one with least is taken. A head there
-    reorders sums besides."""
+    """What of a plan uses the host's memory and the link: among equally fast plans the one with least is taken. A head that
+    passes in parts counts twice, since it reorders sums besides."""
     levers = sum(lever.to_host and getattr(plan, lever.field) != lever.off for lever in LEVERS.values())
-    return levers + (plan.head_placement == "host")
+    return levers + HEADS[plan.head_placement]
 
 
 def _decision(space: Space, chosen: Candidate, candidates: list[Candidate]) -> Decision:
@@ -177,9 +178,16 @@ def _of_streaming(plan: Plan, case: Case, recipe: Recipe) -> list[str]:
         f"weights streamed ({asked}): {blocks - plan.resident_blocks} of {blocks} blocks live on the host, {size(each)} each, "
         f"and take turns in {plan.slots} buffers of the GPU; estimated to cost {max(0.0, weight_streaming.slowdown(case)):.0%} of "
         "a recomputing step",
-        f"embedding on the {plan.embedding_placement}, head on the {plan.head_placement}"
-        + (" (on the host they pass in parts: reordered sums)" if plan.head_placement == "host" else ""),
+        f"embedding on the {plan.embedding_placement}, {_head(plan)}",
     ]
+
+
+def _head(plan: Plan) -> str:
+    if plan.head_placement == "visit":
+        return "head on the host, and whole on the device while losses are made"
+    return f"head on the {plan.head_placement}" + (
+        " (on the host they pass in parts: reordered sums)" if plan.head_placement == "host" else ""
+    )
 
 
 def _why(recipe: Recipe, field: str, otherwise: str) -> str:

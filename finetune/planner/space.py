@@ -11,13 +11,13 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Plan, Shape
 from finetune.errors import InputError
-from finetune.memory import weight_streaming
-from finetune.memory.case import Case, case_of
+from finetune.memory import mlp_tiles, weight_streaming
+from finetune.memory.case import DECODE, Case, case_of
 from finetune.memory.checkpointing import step_operations
 from finetune.memory.storage import Storage, storage_of
 from finetune.memory.table import LEVERS
@@ -27,14 +27,12 @@ from finetune.planner.hardware import Hardware
 from finetune.planner.pins import Allowance, lever_choices, micro_batches, why_not_streamed
 
 Place = Literal["device", "host"]
+HeadPlace = Literal["device", "visit", "host"]
 THIN = {"cpu": 8.0, "cuda": 64.0}
 """Tokens that a micro-batch costs beyond its own, because its matrix products are thin."""
 OVERHEAD = {"cpu": 5e-3 * 5e10, "cuda": 1.5e-3 * 5e14}
 """Operations that a block could do while its forward and backward are only being launched: seconds a block (a tiny Llama
 on a CPU; some 300 launches on a GPU) times the rate. Assumed until the machine's rates are measured."""
-DECODE = {"cpu": 1e-9 * 5e10, "cuda": 0.9e-12 * 5e14}
-"""Operations that could be done while one coded weight (4 or 8 bits) is decoded, which every micro-batch does anew: seconds
-a weight times the rate. Assumed from one H200."""
 MEAN_SHARE = 0.5
 """The mean length of rows that are not packed, as a share of the longest, where the rows are not known. An assumption: it
 says how much padding grows with the micro-batch."""
@@ -138,6 +136,8 @@ class Space:
             levers = dict(zip(fields, values, strict=True))
             if levers["optimizer_in_backward"] and count < rows:
                 continue
+            if levers["mlp_tile"] and not self._tiles(levers, count):
+                continue
             plan = Plan(
                 device=storage.device,
                 micro_batch=count,
@@ -162,6 +162,15 @@ class Space:
         fastest = min(candidate.relative_seconds for candidate in found)
         return [replace(each, relative_seconds=each.relative_seconds / fastest) for each in found]
 
+    def _tiles(self, levers: dict[str, Any], count: int) -> bool:
+        """Whether a micro-batch's MLP can go in these tiles; of those that nobody pinned, whether they are its own."""
+        if levers["activation_checkpointing"] is not True:
+            return False
+        if self.recipe.plan.mlp_tile != "auto":
+            return True
+        tile: int = levers["mlp_tile"]
+        return tile == mlp_tiles.worth_trying(count * self.longest_row)
+
     def _streamed(self, plan: Plan) -> Iterator[Plan]:
         """This plan with its weights streamed, if it has what streaming does by itself: by where embedding and head are, and
         by resident blocks where memory is what is looked for."""
@@ -183,17 +192,20 @@ class Space:
                 embedding = head = "host"
             yield replace(streamed, resident_blocks=count, embedding_placement=embedding, head_placement=head)
 
-    def _ends(self, embedding: Place) -> list[tuple[Place, Place]]:
-        """Where embedding and head may be in a streamed plan: a pin, or the device and, where it is exact, the host."""
+    def _ends(self, embedding: Place) -> list[tuple[Place, HeadPlace]]:
+        """Where embedding and head may be in a streamed plan: a pin, or the device and, where it is exact, the host; the fastest
+        first."""
         wanted, storage = self.recipe.plan, self.storage
-        heads: list[Place] = ["device"] if wanted.head_placement == "auto" else [wanted.head_placement]
+        heads: list[HeadPlace] = ["device"] if wanted.head_placement == "auto" else [wanted.head_placement]
         plain = storage.fast and not storage.own_head and self.recipe.plan.exact != "bitwise"
+        if wanted.head_placement == "auto" and not (storage.own_head or self.shape.tied):
+            heads.append("visit")
         if wanted.head_placement == "auto" and plain:
             heads.append("host")
         if wanted.embedding_placement != "auto" or not (storage.trained and plain):
             return [(embedding, head) for head in heads]
         # Trained, both go together: one of them alone on the device takes most of what the other frees.
-        return [(head, head) for head in heads]
+        return [("device" if head == "device" else "host", head) for head in heads]
 
     def _cost(self, case: Case) -> float:
         """Operations of one rank's step, with what levers, thin micro-batches and padding add."""

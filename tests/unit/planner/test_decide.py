@@ -183,6 +183,8 @@ def test_what_is_not_built_is_said() -> None:
         chosen(plan__slots=3)
     with pytest.raises(InputError, match=r"plan\.head_placement=host, but only a streamed step"):
         chosen(plan__head_placement="host")
+    with pytest.raises(InputError, match=r"plan\.head_placement=visit, but only a streamed step"):
+        chosen(plan__head_placement="visit")
     with pytest.raises(InputError, match=r"plan\.data=4, but 2 processes were started"):
         chosen("8x80GB", ranks=2, plan__data=4)
 
