@@ -181,6 +181,14 @@ class Update:
         self.stream = stream
         self.host = HostStates(optimizer, device) if plan.optimizer_placement == "host" else None
         self.in_backward = StepInBackward(model.trainable(), self._some) if plan.optimizer_in_backward else None
+        self._moving = False
+
+    @property
+    def moved(self) -> bool:
+        """Whether a step that broke off may have changed weights or state. Deferred updates of blocks are whole or not
+        begun on the host; trained ends on the host are not looked into."""
+        begun = self.in_backward is not None and self.in_backward.begun
+        return self._moving or begun or (self.stream is not None and bool(self.stream.ends.trained))
 
     def _some(self, parameters: Sequence[nn.Parameter]) -> None:
         if self.host is not None:
@@ -191,6 +199,7 @@ class Update:
     def step(self, factor: float = 1.0) -> None:
         """Updates every parameter from its gradient, and drops the gradients. Gradients that are on the host are yet to be
         multiplied by `factor`, and their update is made when their weights are fetched next."""
+        self._moving = True
         if self.stream is not None:
             self.stream.promise(factor)
         if self.host is not None:
@@ -198,6 +207,7 @@ class Update:
         else:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self._moving = False
 
     def settle(self) -> None:
         """After a resume: brings restored state to where it lives."""

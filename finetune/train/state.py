@@ -45,10 +45,12 @@ def save(job: Job) -> Path:
     """
     if not job.recipe.run.keep:
         return job.checkpoints
-    return job.world.agree(lambda: _write(job))
+    job.progress.saved = job.world.agree(lambda: write(job))
+    return job.progress.saved
 
 
-def _write(job: Job) -> Path:
+def write(job: Job) -> Path:
+    """As `save`, by this process alone."""
     tensors, facts = _capture(job)
     path = store.write(job.checkpoints, job.progress.step, tensors, facts)
     store.drop_later(job.checkpoints, job.progress.step)

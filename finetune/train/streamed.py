@@ -253,6 +253,15 @@ class Streamed:
         for tall in self.ends.trained:
             tall.drop()
 
+    def recover(self) -> None:
+        """After a step that broke off: updates promised before it are made, its own gradients are not used."""
+        if self.deferred is not None:
+            self.deferred.recover()
+        self.slots.settle()
+        self.slots.forget()
+        self.flush()
+        self.drop()
+
     @torch.no_grad()
     def flush(self) -> None:
         """Makes every update that is promised; then weights and state on the host are whole and may be read."""

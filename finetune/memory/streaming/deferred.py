@@ -146,6 +146,14 @@ class Deferred:
         self._let_go(0)
         self.norms = {}
 
+    def recover(self) -> None:
+        """After a step that broke off: lets go of the device's memory. Updates that were not made stay pending."""
+        self._let_go(0)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._coming.clear()
+        self._turns.clear()
+
     def promise(self, factor: float) -> None:
         """Every unit's update is decided: its gradients, times `factor` (1: as they are), at the rates of now."""
         self._let_go(0)
