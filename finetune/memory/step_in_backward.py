@@ -82,6 +82,16 @@ class StepInBackward:
         self.mode = "gather"
         return norms
 
+    @property
+    def begun(self) -> bool:
+        """Whether a step that is not finished has updated parameters."""
+        return bool(self._norms)
+
+    def forget(self) -> None:
+        """After a step that broke off."""
+        self._norms.clear()
+        self.mode = "gather"
+
     def remove(self) -> None:
         """Takes the hooks away."""
         for handle in self._handles:

@@ -46,6 +46,19 @@ class Decision:
     facts: Facts
 
 
+def space_of(
+    recipe: Recipe,
+    shape: Shape,
+    hardware: Hardware,
+    ranks: int = 1,
+    longest_row: int | None = None,
+    lengths: Sequence[int] | None = None,
+) -> Space:
+    """The plans that `decide` chooses from."""
+    known = None if lengths is None else tuple(int(length) for length in lengths[:LENGTHS])
+    return Space(recipe, shape, hardware, ranks, longest_row or recipe.data.max_tokens, known)
+
+
 def decide(
     recipe: Recipe,
     shape: Shape,
@@ -60,8 +73,7 @@ def decide(
     Raises NothingFitsError (as PlanRefusedError: the gap, the smallest plan, the recipe changes that would fit);
     InputError or NotBuiltError for pins that contradict the recipe or cannot be kept.
     """
-    known = None if lengths is None else tuple(int(length) for length in lengths[:LENGTHS])
-    space = Space(recipe, shape, hardware, ranks, longest_row or recipe.data.max_tokens, known)
+    space = space_of(recipe, shape, hardware, ranks, longest_row, lengths)
     check_built(recipe, shape, ranks, space.storage)
     candidates, budget = space.candidates(), space.budget
     fitting = [candidate for candidate in candidates if not budget.lack(candidate.estimate)]

@@ -160,6 +160,13 @@ class Update:
         self.stream = stream
         self.host = HostStates(optimizer, device) if plan.optimizer_placement == "host" else None
         self.in_backward = StepInBackward(model.trainable(), self._some) if plan.optimizer_in_backward else None
+        self._moving = False
+
+    @property
+    def moved(self) -> bool:
+        """Whether a step that broke off may have changed weights or state. (Updates that an earlier step promised are made
+        whole or not at all, and say themselves which are left.)"""
+        return self._moving or (self.in_backward is not None and self.in_backward.begun)
 
     def _some(self, parameters: Sequence[nn.Parameter]) -> None:
         if self.host is not None:
@@ -170,6 +177,7 @@ class Update:
     def step(self, factor: float = 1.0) -> None:
         """Updates every parameter from its gradient, and drops the gradients. Gradients that are on the host are yet to be
         multiplied by `factor`, and their update is made when their weights are fetched next."""
+        self._moving = True
         if self.stream is not None:
             self.stream.promise(factor)
         if self.host is not None:
@@ -177,6 +185,7 @@ class Update:
         else:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self._moving = False
 
     def settle(self) -> None:
         """After a resume: brings restored state to where it lives."""

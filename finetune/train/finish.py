@@ -88,6 +88,7 @@ def summarize(job: Job, decision: Decision, after: list[dict[str, str]], result:
         "reserved_gpu_bytes_measured": memory.reserved_gpu_bytes(device),
         "host_bytes_planned": decision.estimate.host.total,
         "host_bytes_measured": memory.peak_host_bytes(),
+        "out_of_memory": progress.out_of_memory,
         "result": str(result) if result else None,
         "samples_before": progress.samples_before,
         "samples_after": after,

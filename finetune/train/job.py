@@ -91,6 +91,10 @@ class Progress:
     lowest: float | None = None
     evaluations_without_gain: int = 0
     complete: bool = False
+    out_of_memory: list[dict[str, Any]] = field(default_factory=list)
+    """Each time that memory ran out: the step, where in it, and the plans before and after. The last `after` is in force."""
+    saved: Path | None = None
+    """The newest checkpoint of this run's own history; not part of a checkpoint."""
 
     @property
     def position(self) -> Position:
@@ -101,7 +105,9 @@ class Progress:
         return self.step >= steps or (stop_after is not None and self.evaluations_without_gain >= stop_after)
 
     def facts(self) -> dict[str, Any]:
-        return asdict(self)
+        facts = asdict(self)
+        del facts["saved"]
+        return facts
 
 
 @dataclass(frozen=True)

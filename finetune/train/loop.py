@@ -8,16 +8,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
-import torch
 
+from finetune.checkpoint import store
 from finetune.contracts import StepResult
 from finetune.data.prefetch import Loaded, Prefetch, load
-from finetune.errors import FinetuneError, NothingFitsError, StoppedError
 from finetune.generate.evaluate import Evaluator
 from finetune.generate.scores import scores
 from finetune.telemetry import memory
@@ -26,6 +25,7 @@ from finetune.telemetry.metrics import Metrics
 from finetune.train import state
 from finetune.train.job import Job, StopAskedError
 from finetune.train.probe import longest_rows, probe, wanted
+from finetune.train.recovery import memory_named, taken_back
 from finetune.train.step import train_step
 
 
@@ -42,20 +42,20 @@ class Loop:
         """Trains to the end. Raises StoppedError after saving when a signal came."""
         job = self.job
         try:
-            if job.progress.step == 0 and job.splits.evaluate:
+            if job.progress.step == 0 and job.splits.evaluate and not job.progress.eval_before:
                 job.progress.eval_before = self.evaluate(answers=True)
             self._train()
         except StopAskedError as asked:
-            raise self._stopped(str(asked)) from None
+            raise state.stopped(job, str(asked), self._save()) from None
         job.progress.complete = True
-        state.save(job)
+        self._save()
 
     def _train(self) -> None:
         job = self.job
         job.model.module.train()
-        if job.progress.step and self._evaluate_if_due() and not self._ended:
-            # The evaluation after this step was cut off by what stopped the run.
-            state.save(job)
+        if job.progress.step and (self._evaluate_if_due() or self._save_is_due) and not self._ended:
+            # What follows this step was cut off by what stopped the run, or by too little memory.
+            self._save()
         if wanted(job) and not self._ended:
             self._probe()
         with StepProgress(job.log, self.steps, job.progress.step) as bar, ahead(job, self.steps) as steps:
@@ -75,12 +75,13 @@ class Loop:
     def _probe(self) -> None:
         job, rows = self.job, longest_rows(self.job)
         longest = int(job.splits.train.lengths[rows[0]])
-        with _memory_named(f"a trial of the longest rows before the first step ({longest} tokens; rows {rows[:8]})"):
+        with memory_named(f"a trial of the longest rows before the first step ({longest} tokens; rows {rows[:8]})"):
             probe(job, rows)
 
     def _step(self, loaded: Loaded) -> StepResult:
-        with _memory_named(f"step {self.job.progress.step + 1} with rows {loaded.rows[:8].tolist()}"):
-            return train_step(self.job, loaded.rows.tolist(), self.steps, loaded)
+        job = self.job
+        with taken_back(job), memory_named(f"step {job.progress.step + 1} with rows {loaded.rows[:8].tolist()}"):
+            return train_step(job, loaded.rows.tolist(), self.steps, loaded)
 
     def _record(self, result: StepResult, epoch: int, end: int) -> None:
         job, progress = self.job, self.job.progress
@@ -131,14 +132,25 @@ class Loop:
 
     def _between_steps(self) -> None:
         """Evaluates and saves where it is time. What ends the run is left to be saved when it is over."""
-        recipe, step = self.job.recipe, self.job.progress.step
+        step = self.job.progress.step
         improved = self._evaluate_if_due()
         if self._ended:
             if step < self.steps:
-                limit = recipe.train.stop_after
+                limit = self.job.recipe.train.stop_after
                 self.job.log.notice(f"stopped at step {step}: {limit} evaluations without a lower eval_loss")
-        elif improved or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0):
-            state.save(self.job)
+        elif improved or self._save_is_due:
+            self._save()
+
+    @property
+    def _save_is_due(self) -> bool:
+        """Whether this step's checkpoint is one that the recipe asks for and is not there yet."""
+        every, progress = self.job.recipe.checkpoint.every, self.job.progress
+        there = progress.saved is not None and store.step_of(progress.saved) == progress.step
+        return every is not None and progress.step % every == 0 and not there
+
+    def _save(self) -> Path:
+        with memory_named(f"the checkpoint after step {self.job.progress.step}"):
+            return state.save(self.job)
 
     def _evaluate_if_due(self) -> bool:
         """Evaluates this step, if it is one of those and was not yet; True when its checkpoint is to be kept as the best."""
@@ -169,7 +181,7 @@ class Loop:
         """The evaluation figures now, printed and written to the metrics; with `answers` the scores of answers too."""
         job = self.job
         started = time.perf_counter()
-        with job.update.visiting(), _memory_named(f"the evaluation after step {job.progress.step}"):
+        with memory_named(f"the evaluation after step {job.progress.step}"), job.update.visiting():
             figures = self.evaluator.losses(job.splits.evaluate)
             if answers:
                 figures |= scores(job.model, job.splits.evaluate, job.recipe, job.precision, job.world)
@@ -179,34 +191,6 @@ class Loop:
         if self.metrics is not None:
             self.metrics.write({"step": job.progress.step, **figures})
         return figures
-
-    def _stopped(self, why: str) -> FinetuneError:
-        job = self.job
-        path = state.save(job)
-        if not job.recipe.run.keep:
-            return StoppedError(
-                f"stopped by {why} after step {job.progress.step}; nothing is kept", "run.keep=false", "run.keep=true"
-            )
-        return StoppedError(
-            f"stopped by {why} after step {job.progress.step}; the state is saved",
-            str(path),
-            f"go on with run.dir={job.folder} resume=auto",
-        )
-
-
-@contextmanager
-def _memory_named(where: str) -> Iterator[None]:
-    """Turns the GPU's out-of-memory into an error that says in what and what to do."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise NothingFitsError(
-            f"the GPU ran out of memory in {where}",
-            str(error).split(". ")[0],
-            "plan.micro_batch=1, plan.activation_checkpointing=true, plan.activation_offload=true or a smaller "
-            "data.max_tokens; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True wastes less where lengths vary; "
-            "resume=auto goes on from the last checkpoint",
-        ) from None
 
 
 def ahead(job: Job, steps: int) -> Prefetch:

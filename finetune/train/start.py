@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ from finetune.optim.schedule import rate_notices, schedule_notices
 from finetune.optim.table import build, notices
 from finetune.planner import report
 from finetune.planner.hardware import CONTEXT_BYTES, detect, host_free
-from finetune.planner.plan import Decision, decide
+from finetune.planner.plan import Decision, decide, space_of
+from finetune.planner.shrink import again
+from finetune.planner.space import Space
 from finetune.tasks.text import TextTask
 from finetune.telemetry import memory, metrics
 from finetune.telemetry.health import Health
@@ -45,6 +48,7 @@ from finetune.train.assemble import Update, assemble, host_blocks, host_room, st
 from finetune.train.folder import result_place, run_folder
 from finetune.train.job import Job, Progress, StopAskedError, StopSignal
 from finetune.train.loop import Loop
+from finetune.train.recovery import AgainError, MemoryFullError, memory_named, smaller_plan
 
 SUMMARY = "summary.json"
 
@@ -54,7 +58,8 @@ def start(recipe: Recipe, launch: Launch) -> Result:
     let_segments_grow()
     world = join(choose_device(recipe), launch)
     try:
-        return _run(recipe, launch, world)
+        with memory_named("loading, planning or saving"):
+            return _run(recipe, launch, world)
     finally:
         leave(world)
 
@@ -69,10 +74,21 @@ def _run(recipe: Recipe, launch: Launch, world: World) -> Result:
         notice = world.agree(lambda: stack.enter_context(held(folder)))
         if notice:
             log.notice(notice)
-        return _run_in(folder, checkpoint, recipe, world, log)
+        tried: list[dict[str, Any]] = []
+        while True:
+            try:
+                return _run_in(folder, (checkpoint, tried), recipe, world, log)
+            except AgainError as error:
+                checkpoint, tried = error.checkpoint, error.out_of_memory
+            # Out of the handler: its error held the frames, and they what the smaller plan needs the room of.
+            gc.collect()
 
 
-def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World, log: Log) -> Result:
+def _run_in(
+    folder: Path, begin: tuple[Path | None, list[dict[str, Any]]], recipe: Recipe, world: World, log: Log
+) -> Result:
+    """One run from a checkpoint (None: from the start), and what out-of-memory it met before, where it is built again."""
+    checkpoint, tried = begin
     tokenizer = prepare_tokenizer(load_tokenizer(recipe.model), recipe.data, log.notice)
     splits = open_data(recipe, tokenizer, world, log.say)
     finish.show_data(splits, log)
@@ -90,6 +106,10 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
     longest = max(rows.longest_row for rows in (splits.train, *splits.evaluate.values()))
     lengths = order.lengths[order.permutation(0)]
     decision = world.agree(lambda: decide(planned, shape, hardware, world.size, longest, lengths))
+    space = space_of(planned, shape, hardware, world.size, longest, lengths)
+    met = tried or progress.out_of_memory
+    decided = decision
+    decision = world.agree(lambda: _in_force(decided, space, met, log))
     log.say(report.render(decision, shape, planned, hardware))
     for notice in state.check_plan(saved[1], decision.plan, decision.precision) if saved else []:
         log.notice(notice)
@@ -122,10 +142,24 @@ def _run_in(folder: Path, checkpoint: Path | None, recipe: Recipe, world: World,
     if saved:
         for notice in state.restore(job, saved[0], saved[1]):
             log.notice(notice)
+        job.progress.saved = checkpoint
         log.say(
             f"resumed from {checkpoint} at step {job.progress.step}, epoch {job.progress.epoch}, {order.place(job.progress.row)}"
         )
-    return _train(job, decision, steps)
+    job.progress.out_of_memory = met
+    return _train(job, decision, steps, space)
+
+
+def _in_force(decision: Decision, space: Space, met: list[dict[str, Any]], log: Log) -> Decision:
+    """The plan that the run went over to when memory ran out, if it did and pins and machine still allow it."""
+    if not met:
+        return decision
+    found = again(space, decision, met[-1]["after"])
+    if found is None:
+        log.notice(
+            "memory ran out earlier in this run; the plan it went over to is not possible here, so another is taken"
+        )
+    return found or decision
 
 
 def _trial_notices(recipe: Recipe) -> list[str]:
@@ -136,22 +170,37 @@ def _trial_notices(recipe: Recipe) -> list[str]:
     return [f"run.keep=false: a trial writes no checkpoint, so {' and '.join(asked)} do nothing"]
 
 
-def _train(job: Job, decision: Decision, steps: int) -> Result:
-    world = job.world
-    evaluator = Evaluator(job.task, job.model, job.plan, world, job.precision, _interrupt(job))
+def _train(job: Job, decision: Decision, steps: int, space: Space) -> Result:
+    """Trains, with a smaller plan each time that memory runs out."""
     writer = _open_metrics(job)
     try:
-        memory.tidy(world.device)
-        memory.reset_peak(world.device)
-        if job.progress.step == 0 and not job.progress.samples_before:
-            with job.update.visiting():
-                job.progress.samples_before = world.agree(lambda: finish.samples(job))
-        with job.stop:
-            Loop(job, evaluator, writer, steps).run()
-            return _finish(job, decision)
+        while True:
+            try:
+                return _train_with(job, decision, steps, writer)
+            except MemoryFullError as error:
+                # The failed step's tensors hang on the frames of what this error came of.
+                error.__context__ = None
+                full = error.with_traceback(None)
+            with job.stop, memory_named("saving after memory had run out"):
+                decision = smaller_plan(job, decision, space, full)
+            job = replace(job, plan=decision.plan)
+            write_plan(job)
     finally:
         if writer is not None:
             writer.close()
+
+
+def _train_with(job: Job, decision: Decision, steps: int, writer: metrics.Metrics | None) -> Result:
+    world = job.world
+    evaluator = Evaluator(job.task, job.model, job.plan, world, job.precision, _interrupt(job), job.log.notice)
+    memory.tidy(world.device)
+    memory.reset_peak(world.device)
+    if job.progress.step == 0 and not job.progress.samples_before:
+        with memory_named("the sample answers before the first step"), job.update.visiting():
+            job.progress.samples_before = world.agree(lambda: finish.samples(job))
+    with job.stop:
+        Loop(job, evaluator, writer, steps).run()
+        return _finish(job, decision)
 
 
 def _open_metrics(job: Job) -> metrics.Metrics | None:
@@ -188,7 +237,7 @@ def _finish(job: Job, decision: Decision) -> Result:
 
 
 def _leave_result(job: Job, decision: Decision) -> dict[str, Any]:
-    with job.update.visiting():
+    with memory_named("the sample answers after the last step"), job.update.visiting():
         after = finish.samples(job)
     finish.show_samples(job, after)
     keep = job.recipe.run.keep
@@ -224,6 +273,11 @@ def rehearse(job: Job, decision: Decision) -> None:
             job.log.notice(notice)
     with writing(job.folder / "recipe.yaml"):
         save_recipe(job.recipe, job.folder / "recipe.yaml")
+    write_plan(job)
+
+
+def write_plan(job: Job) -> None:
+    """Writes the plan in force into the run's folder."""
     write_text(job.folder / "plan.yaml", _yaml(asdict(job.plan)))
 
 

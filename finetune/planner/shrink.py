@@ -1,0 +1,98 @@
+"""The next smaller plan, after memory ran out under the one in force.
+
+What was planned for the failed plan was too little, so only plans with clearly fewer planned bytes are tried, the fastest
+of them first; the budget itself is not believed any more. Pins hold: a plan that the user excluded is never taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from finetune.contracts import Plan
+from finetune.planner.pins import pinned_fields
+from finetune.planner.plan import Decision
+from finetune.planner.space import Candidate, Space
+from finetune.planner.words import size
+
+IN_PLACE = ("micro_batch", "loss_chunk")
+"""What a run can change between two steps; anything else is built into the model when it is assembled."""
+CLEARLY = 0.05
+"""The share of the failed plan's bytes that the next one has to save, where any plan does: a smaller gain is within what
+estimates are off by."""
+
+
+def mechanics(plan: Plan) -> dict[str, Any]:
+    """A plan as plain values, without its reasons."""
+    values = asdict(plan)
+    del values["reasons"]
+    return values
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """What changed between two plans' mechanics, as `micro_batch 4 -> 2, loss_chunk 0 -> 1024`."""
+    return ", ".join(f"{name} {before[name]} -> {after[name]}" for name in after if before.get(name) != after[name])
+
+
+def in_place(before: Plan, after: Plan) -> bool:
+    """Whether a run can go over from one plan to the other without building its model again."""
+    one, two = mechanics(before), mechanics(after)
+    return all(one[name] == two[name] for name in one if name not in IN_PLACE)
+
+
+def smaller(space: Space, decision: Decision, only_in_place: bool = False) -> Decision | None:
+    """The fastest plan with clearly fewer planned bytes than the decision's; else the smallest with fewer bytes; else None."""
+    planned = decision.estimate.peak
+    found = [
+        each
+        for each in _candidates(space)
+        if each.bytes < planned
+        and (space.budget.device == "cpu" or space.budget.host_lack(each.estimate) <= 0)
+        and (not only_in_place or in_place(decision.plan, each.plan))
+    ]
+    if not found:
+        return None
+    clear = [each for each in found if each.bytes <= planned * (1 - CLEARLY)]
+    if clear:
+        chosen = min(clear, key=lambda each: (each.relative_seconds, each.bytes))
+    else:
+        chosen = min(found, key=lambda each: (each.bytes, each.relative_seconds))
+    return _taken(
+        decision, chosen, f"memory ran out under a plan of {size(planned)}; this one needs {size(chosen.bytes)}"
+    )
+
+
+def again(space: Space, decision: Decision, wanted: Mapping[str, Any]) -> Decision | None:
+    """The decision for a plan that an earlier part of the run went over to; None where it is no plan of this space (other
+    pins, another machine)."""
+    for each in _candidates(space):
+        if mechanics(each.plan) == dict(wanted):
+            return _taken(decision, each, f"memory ran out earlier in this run; its plan needs {size(each.bytes)}")
+    return None
+
+
+def pins_in_the_way(space: Space, decision: Decision) -> list[str]:
+    """The pins without any one of which a smaller plan would exist, as `plan.micro_batch=4`; all of them where it takes
+    several; none where no smaller plan exists anyhow."""
+    pins = pinned_fields(space.recipe)
+    if not pins:
+        return []
+    alone = [pin for pin in pins if smaller(_without(space, [pin]), decision) is not None]
+    return alone or (pins if smaller(_without(space, pins), decision) is not None else [])
+
+
+def _without(space: Space, pins: list[str]) -> Space:
+    fields = {pin.removeprefix("plan.").split("=")[0]: "auto" for pin in pins}
+    plan = space.recipe.plan.model_copy(update=fields)
+    return replace(space, recipe=space.recipe.model_copy(update={"plan": plan}))
+
+
+def _candidates(space: Space) -> list[Candidate]:
+    return space.candidates(streamed=space.may_stream)
+
+
+def _taken(decision: Decision, chosen: Candidate, reason: str) -> Decision:
+    kept = tuple(text for text in decision.reasons if not text.startswith("memory ran out"))
+    reasons = (*kept, reason)
+    return replace(decision, plan=replace(chosen.plan, reasons=reasons), estimate=chosen.estimate, reasons=reasons)
