@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from finetune.contracts import Plan
+from finetune.errors import InputError
 from finetune.planner.pins import pinned_fields
 from finetune.planner.plan import Decision
 from finetune.planner.space import Candidate, Space
@@ -21,6 +22,9 @@ IN_PLACE = ("micro_batch", "loss_chunk")
 CLEARLY = 0.05
 """The share of the failed plan's bytes that the next one has to save, where any plan does: a smaller gain is within what
 estimates are off by."""
+
+OTHER_PINS = ("exact", "weights", "resident_blocks", "slots", "head_placement")
+"""Keys of plan.* that take plans away, beside the micro-batch and the levers."""
 
 
 def mechanics(plan: Plan) -> dict[str, Any]:
@@ -42,25 +46,26 @@ def in_place(before: Plan, after: Plan) -> bool:
 
 
 def smaller(space: Space, decision: Decision, only_in_place: bool = False) -> Decision | None:
-    """The fastest plan with clearly fewer planned bytes than the decision's; else the smallest with fewer bytes; else None."""
-    planned = decision.estimate.peak
+    """The fastest plan whose step has clearly fewer planned bytes than the decision's; else the smallest with fewer; else
+    None. No other phase may need more than before."""
+    planned = decision.estimate.step_tensors
     found = [
         each
         for each in _candidates(space)
-        if each.bytes < planned
+        if each.estimate.step_tensors < planned
+        and each.bytes <= decision.estimate.peak
         and (space.budget.device == "cpu" or space.budget.host_lack(each.estimate) <= 0)
         and (not only_in_place or in_place(decision.plan, each.plan))
     ]
     if not found:
         return None
-    clear = [each for each in found if each.bytes <= planned * (1 - CLEARLY)]
+    clear = [each for each in found if each.estimate.step_tensors <= planned * (1 - CLEARLY)]
     if clear:
-        chosen = min(clear, key=lambda each: (each.relative_seconds, each.bytes))
+        chosen = min(clear, key=lambda each: (each.relative_seconds, each.estimate.step_tensors))
     else:
-        chosen = min(found, key=lambda each: (each.bytes, each.relative_seconds))
-    return _taken(
-        decision, chosen, f"memory ran out under a plan of {size(planned)}; this one needs {size(chosen.bytes)}"
-    )
+        chosen = min(found, key=lambda each: (each.estimate.step_tensors, each.relative_seconds))
+    needs = size(chosen.estimate.step_tensors)
+    return _taken(decision, chosen, f"memory ran out in a plan of {size(planned)}; this one's step needs {needs}")
 
 
 def again(space: Space, decision: Decision, wanted: Mapping[str, Any]) -> Decision | None:
@@ -68,18 +73,31 @@ def again(space: Space, decision: Decision, wanted: Mapping[str, Any]) -> Decisi
     pins, another machine)."""
     for each in _candidates(space):
         if mechanics(each.plan) == dict(wanted):
-            return _taken(decision, each, f"memory ran out earlier in this run; its plan needs {size(each.bytes)}")
+            return _taken(
+                decision,
+                each,
+                f"memory ran out earlier in this run; its plan's step needs {size(each.estimate.step_tensors)}",
+            )
     return None
 
 
 def pins_in_the_way(space: Space, decision: Decision) -> list[str]:
     """The pins without any one of which a smaller plan would exist, as `plan.micro_batch=4`; all of them where it takes
     several; none where no smaller plan exists anyhow."""
-    pins = pinned_fields(space.recipe)
-    if not pins:
-        return []
-    alone = [pin for pin in pins if smaller(_without(space, [pin]), decision) is not None]
-    return alone or (pins if smaller(_without(space, pins), decision) is not None else [])
+    other = {field: getattr(space.recipe.plan, field) for field in OTHER_PINS}
+    pins = [
+        *pinned_fields(space.recipe),
+        *(f"plan.{field}={value}" for field, value in other.items() if value != "auto"),
+    ]
+    alone = [pin for pin in pins if _helps(space, [pin], decision)]
+    return alone or (pins if pins and _helps(space, pins, decision) else [])
+
+
+def _helps(space: Space, pins: list[str], decision: Decision) -> bool:
+    try:
+        return smaller(_without(space, pins), decision) is not None
+    except InputError:  # the other pins contradict it
+        return False
 
 
 def _without(space: Space, pins: list[str]) -> Space:
