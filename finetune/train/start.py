@@ -139,15 +139,20 @@ def _run_in(
         loss_scale(decision.precision), Health(list(model.trainable())), StopSignal(log, recipe.run.keep), log, progress,
     )  # fmt: skip
     world.agree(lambda: rehearse(job, decision))
-    if saved:
-        for notice in state.restore(job, saved[0], saved[1]):
-            log.notice(notice)
-        job.progress.saved = checkpoint
-        log.say(
-            f"resumed from {checkpoint} at step {job.progress.step}, epoch {job.progress.epoch}, {order.place(job.progress.row)}"
-        )
+    if checkpoint is not None and saved:
+        _restore(job, checkpoint, saved)
     job.progress.out_of_memory = met
     return _train(job, decision, steps, space)
+
+
+def _restore(job: Job, checkpoint: Path, saved: tuple[Any, dict[str, Any], list[str]]) -> None:
+    """The checkpoint's state, as read before the model was loaded."""
+    for notice in state.restore(job, saved[0], saved[1]):
+        job.log.notice(notice)
+    progress = job.progress
+    progress.saved = checkpoint
+    place = f"step {progress.step}, epoch {progress.epoch}, {job.order.place(progress.row)}"
+    job.log.say(f"resumed from {checkpoint} at {place}")
 
 
 def _in_force(decision: Decision, space: Space, met: list[dict[str, Any]], log: Log) -> Decision:

@@ -20,7 +20,7 @@ import yaml
 import finetune
 from finetune.__main__ import main
 from finetune.checkpoint import store
-from finetune.errors import CheckpointError, LostProcessError, NothingFitsError
+from finetune.errors import CheckpointError, LostProcessError, NothingFitsError, StoppedError
 from finetune.memory.step_in_backward import StepInBackward
 from finetune.models.fast.backbone import FastLayers
 from finetune.models.layerwise import Layers
@@ -118,7 +118,7 @@ def planned_so(recipe: dict[str, Any], plans: list[dict[str, Any]], steps: list[
                 finetune.run(pinned(recipe, plan), "resume=auto")
                 return
             stop_at(patch, until - 1)
-            with pytest.raises(finetune.errors.StoppedError):
+            with pytest.raises(StoppedError):
                 finetune.run(pinned(recipe, plan), "resume=auto")
 
 
@@ -184,9 +184,10 @@ def newest(folder: Path) -> str:
 def test_a_resume_goes_on_with_the_smaller_plan(tiny: dict[str, Any], tmp_path: Path) -> None:
     recipe = lora(tiny)
     straight = faulty(changed(recipe, run__dir=str(tmp_path / "straight")), [3], full).summary
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(finetune.errors.StoppedError):
+    with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, 5)
-        faulty(changed(recipe, run__dir=str(tmp_path / "stopped")), [3], full)
+        with pytest.raises(StoppedError):
+            faulty(changed(recipe, run__dir=str(tmp_path / "stopped")), [3], full)
     resumed = finetune.run(changed(recipe, run__dir=str(tmp_path / "stopped")), "resume=auto").summary
     assert resumed["out_of_memory"] == straight["out_of_memory"] != []
     assert same_bits(tmp_path / "straight", tmp_path / "stopped")
@@ -295,7 +296,7 @@ def test_a_full_host_ends_with_the_last_complete_state(tiny: dict[str, Any], tmp
     """The exit code is 3, what the step had not changed is saved, and a resume goes on to the same bits."""
     recipe = lora(tiny)
     with pytest.raises(
-        NothingFitsError, match="the host ran out of memory in step 4.*the state after step 3 is saved"
+        NothingFitsError, match=r"the host ran out of memory in step 4.*the state after step 3 is saved"
     ) as caught:
         faulty(recipe, [4], HOST[kind])
     assert caught.value.exit_code == 3
@@ -320,7 +321,7 @@ def test_a_disk_that_fills_in_a_save_leaves_the_checkpoint_before(
             return size
 
         patch.setattr(store, "write_tensors", filling)
-        with pytest.raises(CheckpointError, match="disk space.*step-0000002 is untouched"):
+        with pytest.raises(CheckpointError, match=r"disk space.*step-0000002 is untouched"):
             finetune.run(recipe)
     assert newest(tmp_path / "run") == "step-0000002"
     finetune.run(recipe, "resume=auto")
