@@ -1,8 +1,9 @@
 """Where a step's time goes: one 8B-shape decoder layer by transformers, Liger and the fast block, forward and backward.
 
-    python benchmarks/block.py                 # JSON lines, one a form; needs a GPU (--tiny: a CPU smoke test)
+    python benchmarks/block.py                 # JSON lines, one a form; needs a GPU (--quick: a CPU smoke test)
+    python benchmarks/block.py --rows 1 --length 32k --tiles 0,4096,1024    # the fast block alone, its MLP in tiles
 
-4 rows of 2,048 tokens, bf16, LoRA of rank 16 on all seven linears with fp32 factors. `recomputed` is what activation
+4 rows of 2,048 tokens (or as told), bf16, LoRA of rank 16 on all seven linears with fp32 factors. `recomputed` is what activation
 checkpointing costs: forward without gradients, then forward and backward.
 """
 
@@ -54,10 +55,21 @@ def layer_of(config: LlamaConfig, device: str, lora: bool, kind: type[nn.Module]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--quick", "--tiny", action="store_true", help="a few tokens on a CPU")
+    parser.add_argument("--rows", type=int, default=None)
+    parser.add_argument("--length", default=None, help="tokens a row; 32k is 32,768")
+    parser.add_argument("--tiles", default="", help="only the recomputing fast block, for each plan.mlp_tile of these")
     arguments = parser.parse_args()
-    device = "cpu" if arguments.tiny else "cuda"
-    hidden, wide, heads, rows, length = (64, 96, 4, 2, 16) if arguments.tiny else (4096, 14336, 32, 4, 2048)
+    device = "cpu" if arguments.quick else "cuda"
+    hidden, wide, heads, rows, length = (64, 96, 4, 2, 16) if arguments.quick else (4096, 14336, 32, 4, 2048)
+    if not arguments.quick:
+        rows = arguments.rows or rows
+        length = (
+            int(arguments.length.replace("k", "")) * (1024 if "k" in arguments.length else 1)
+            if arguments.length
+            else length
+        )
+    tiles = [int(one) for one in arguments.tiles.split(",") if one]
     config = LlamaConfig(
         vocab_size=256, hidden_size=hidden, intermediate_size=wide, num_hidden_layers=1, num_attention_heads=heads,
         num_key_value_heads=heads // 4, rope_theta=500000.0,
@@ -98,7 +110,8 @@ def main() -> None:
     for lora in (True, False):
         method = "lora" if lora else "full"
         layer = layer_of(config, device, lora, modeling_llama.LlamaDecoderLayer)
-        report(f"transformers {method}", layer, plain(layer), lora)
+        if not tiles:
+            report(f"transformers {method}", layer, plain(layer), lora)
         for backend in ("auto", "flash", "cudnn") if device == "cuda" else ("auto",):
             from finetune.models.fast.attention import Look
             from finetune.models.fast.block import FastBlock, Inputs
@@ -109,10 +122,19 @@ def main() -> None:
             def call(own: Tensor, block: FastBlock = block, inputs: Inputs = inputs) -> Any:
                 return block(own, inputs=inputs)
 
+            block.recompute = True
+            for tile in tiles:
+                block.mlp_tile = tile
+                report(f"fast {method} {backend} own recomputation, tiles of {tile or 'all'}", layer, call, False)
+            if tiles:
+                continue
+            block.recompute = False
             report(f"fast {method} {backend}", layer, call, False)
             block.recompute = True
             report(f"fast {method} {backend} own recomputation", layer, call, False)
         del layer
+    if tiles:
+        return
     try:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
     except ImportError:

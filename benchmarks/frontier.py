@@ -9,7 +9,7 @@ The 8B shape with random weights, unpacked rows of 2,048 tokens, all full. `lora
 `qlora`: the same over NF4; `full`: every parameter in bf16, rounded stochastically, 8-bit AdamW, embedding and head with
 32-bit state, the global norm clipped at 1. `--blocks resident` keeps the weights on the GPU and recomputes every block, as a
 streamed step does; a number streams all but so many blocks. `--place` says where a streamed step keeps the inputs of
-blocks, `--ends` where its embedding and head are.
+blocks, `--ends` where its embedding and head are; `--pin head_placement=visit` lets the head visit the GPU (streamed cells alone).
 
 Cells that differ in tokens a step alone share one run, and those of a method a process: frontier_run.py says how they are
 kept apart. A line has every step's seconds, the rate by the median of the timed ones, set-up apart, and planned beside
@@ -48,13 +48,15 @@ def chosen(arguments: argparse.Namespace) -> Iterator[Cell]:
     tokens, micros = ([size(one) for one in text.split(",")] for text in (arguments.tokens, arguments.micro))
     blocks = [None if one == "resident" else int(one) for one in arguments.blocks.split(",")]
     slots = [int(one) for one in arguments.slots.split(",")]
+    # A head that is resident with its blocks has one place.
+    kept = [pin for pin in arguments.pin if not pin.startswith("head_placement=")]
     seen = set()
     for method, count, micro, resident, slot in itertools.product(
         arguments.methods.split(","), tokens, micros, blocks, slots
     ):
         cell = Cell(
             method, count, resident, min(micro, count), slots[0] if resident is None else slot,
-            arguments.place, arguments.ends, arguments.model, arguments.length, tuple(arguments.pin), arguments.label,
+            arguments.place, arguments.ends, arguments.model, arguments.length, tuple(kept if resident is None else arguments.pin), arguments.label,
         )  # fmt: skip
         if count % arguments.length or cell.micro % arguments.length:
             raise SystemExit(f"--tokens and --micro are whole rows of {arguments.length} tokens: {name_of([cell])}")

@@ -62,6 +62,7 @@ def recipe_of(cell: Cell, rows: Path, folder: Path, steps: int) -> dict[str, Any
         "optimizer_placement": "device",
         "embedding_placement": cell.ends if streamed else "device",
         "fast_block": True,
+        "mlp_tile": 0,
         "probe": False,
         "weights": "streamed" if streamed else "resident",
     }

@@ -101,21 +101,24 @@ class Plan:
 
     `micro_batch` is rows a forward pass on one rank; `activation_checkpointing` N (2 and more) keeps the activations of
     every N-th block, `selective` those of attention's output; `loss_chunk` is positions whose logits exist at once (0: all);
+    `mlp_tile` tokens whose MLP a recomputing fast block runs at once (0: all);
     `ranks` is the number of data-parallel processes; `attention` the kernel of fast blocks. With `weights` streamed,
-    `resident_blocks` keep theirs on the device and the others take turns in `slots`.
+    `resident_blocks` keep theirs on the device and the others take turns in `slots`. `head_placement` visit: the head lives
+    on the host and is whole on the device while losses are made; host: it passes in parts.
     """
 
     device: str
     micro_batch: int
     activation_checkpointing: bool | int | Literal["selective"]
     loss_chunk: int
+    mlp_tile: int = 0
     fast_block: bool = False
     attention: str = "auto"
     activation_offload: bool = False
     optimizer_in_backward: bool = False
     optimizer_placement: Literal["device", "host"] = "device"
     embedding_placement: Literal["device", "host"] = "device"
-    head_placement: Literal["device", "host"] = "device"
+    head_placement: Literal["device", "visit", "host"] = "device"
     weights: str = "resident"
     resident_blocks: int = 0
     slots: int = 2

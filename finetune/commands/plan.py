@@ -42,6 +42,7 @@ def main(arguments: list[str]) -> int:
     from finetune.models.shapes import shape_for
     from finetune.planner import report
     from finetune.planner.hardware import detect
+    from finetune.planner.machine_rates import with_rates
     from finetune.planner.plan import decide
     from finetune.planner.refusal import PlanRefusedError
 
@@ -51,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
         check_layer_names(recipe)
     recipe = as_planned(recipe)
-    hardware = pretend or detect(recipe.device)
+    hardware = pretend or with_rates(detect(recipe.device), lambda note: tell([note], launch))
     try:
         decision = decide(recipe, shape, hardware, ranks=launch.world, longest_row=recipe.data.max_tokens)
     except PlanRefusedError as error:

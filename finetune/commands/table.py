@@ -25,7 +25,7 @@ COMMANDS: dict[str, Command] = {
     "export": Command("write a run's adapter or merged model", "finetune.commands.export", every_rank=True),
     "generate": Command("answer a prompt with a finished run", "finetune.commands.generate", every_rank=True),
     "evaluate": Command("measure a finished run on held-out rows", "finetune.commands.evaluate", every_rank=True),
-    "bench": Command("measure speed and memory", None),
+    "bench": Command("measure how fast this machine is, for the planner", "finetune.commands.bench"),
     "doctor": Command("check this machine", None),
     "profile": Command("show where a step's time goes", None),
     "report": Command("write a page about a run", None),

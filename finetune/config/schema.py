@@ -242,6 +242,9 @@ class PlanSection(Section):
     activations; selective: attention's output is kept too."""
     loss_chunk: AutoWhole = "auto"
     """Positions whose logits exist at once; 0: all."""
+    mlp_tile: AutoWhole = "auto"
+    """Tokens that the MLP of a block takes at a time where the block is recomputed (plan.activation_checkpointing=true, or
+    streamed weights), for fast blocks; 0: all."""
     weights: Literal["auto", "resident", "streamed"] = "auto"
     """Where the weights live: on the device, or fetched from host memory. auto: on the device; on one GPU where no such plan
     fits, streamed."""
@@ -257,8 +260,9 @@ class PlanSection(Section):
     """Where optimizer state lives; from the host it passes through the GPU during the update."""
     embedding_placement: Literal["auto", "device", "host"] = "auto"
     """Where a frozen, untied embedding lives; from the host only the rows of a batch are sent."""
-    head_placement: Literal["auto", "device", "host"] = "auto"
-    """With streamed weights: where the head lives; from the host it passes through the device in parts of its rows."""
+    head_placement: Literal["auto", "device", "visit", "host"] = "auto"
+    """With streamed weights: where the head lives. visit: on the host, and whole on the device while losses are made; host: it
+    passes through the device in parts of its rows."""
     fast_block: AutoSwitch = "auto"
     """Run decoder layers through this toolkit's fused operations: on a GPU, where the model's form is known."""
     attention: Literal["auto", "deterministic", "flash", "cudnn", "efficient", "math"] = "auto"

@@ -13,7 +13,7 @@ Legend: N tokens, K inputs, O outputs, R adapter rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,14 +27,32 @@ from finetune.kernels.keyed_dropout import apply_mask
 
 @dataclass(frozen=True)
 class Draws:
-    """Keyed dropout of an adapter's input: one key a row (int64 [B]) and the share dropped."""
+    """Keyed dropout of an adapter's input: one key a row (int64 [B]) and the share dropped.
+
+    With `length`, the input is a tile: tokens from `start` on of all rows of `length` tokens, one row after the other.
+    """
 
     keys: Tensor
     dropped: float
+    start: int = 0
+    length: int = 0
 
     def apply(self, x: Tensor) -> Tensor:
-        """x [B, S, K] with this mask; it is its own transpose, so backward calls it on a gradient."""
-        return apply_mask(x, self.keys, self.dropped)
+        """x [B, S, K] (or a tile [1, N, K]) with this mask; it is its own transpose, so backward calls it on a gradient."""
+        if not self.length:
+            return apply_mask(x, self.keys, self.dropped)
+        x_NK = x.reshape(-1, x.shape[-1])
+        parts = [
+            apply_mask(
+                x_NK[at : at + count * long].view(count, long, -1), self.keys[row : row + count], self.dropped, first
+            )
+            for at, row, count, first, long in _spans(self.start, len(x_NK), self.length)
+        ]
+        return (
+            torch.cat([part.flatten(0, 1) for part in parts]).view(x.shape)
+            if len(parts) > 1
+            else parts[0].view(x.shape)
+        )
 
 
 @dataclass(frozen=True)
@@ -65,6 +83,14 @@ class Leaf:
         adapter = (None, None) if self.adapter is None else (self.adapter.a, self.adapter.b)
         return self.weight, self.bias, *adapter
 
+    def tile(self, start: int, length: int) -> Leaf:
+        """The linear for tokens from `start` on of rows of `length` tokens: dropout draws by a token's place in its row."""
+        if self.adapter is None or self.adapter.draws is None:
+            return self
+        return replace(
+            self, adapter=replace(self.adapter, draws=replace(self.adapter.draws, start=start, length=length))
+        )
+
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The weight [O, K] in the compute dtype."""
         if self.weight is not None:
@@ -75,6 +101,17 @@ class Leaf:
 
 TENSORS = 4
 Grads = tuple[Tensor | None, ...]
+
+
+def _spans(start: int, tokens: int, length: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """The rows of a tile: (where in the tile, first row, rows, first position, positions), whole rows together."""
+    at = 0
+    while at < tokens:
+        row, first = divmod(start + at, length)
+        whole = (tokens - at) // length if first == 0 else 0
+        count, long = (whole, length) if whole else (1, min(length - first, tokens - at))
+        yield at, row, count, first, long
+        at += count * long
 
 
 def adapted_linears_reference(x: Tensor, leaves: Sequence[Leaf]) -> tuple[Tensor, ...]:
@@ -118,11 +155,17 @@ def run(x: Tensor, leaves: Sequence[Leaf]) -> tuple[list[Tensor], Tensor | None]
 
 
 def back(
-    grads: Sequence[Tensor], x: Tensor | None, thin: Tensor | None, leaves: Sequence[Leaf], need: Sequence[bool]
+    grads: Sequence[Tensor],
+    x: Tensor | None,
+    thin: Tensor | None,
+    leaves: Sequence[Leaf],
+    need: Sequence[bool],
+    into: Grads | None = None,
 ) -> tuple[Tensor | None, Grads]:
     """(x's gradient, the leaves' tensors' gradients) from the outputs' gradients.
 
-    `need[0]` is x's, then TENSORS a leaf. `x` may be None where no tensor's gradient reads it (frozen, no adapter).
+    `need[0]` is x's, then TENSORS a leaf. `x` may be None where no tensor's gradient reads it (frozen, no adapter). `into`
+    are gradients of other tokens, which take these in (each sum in the tensor's own precision) and are returned.
     """
     shape, dtype = grads[0].shape[:-1], grads[0].dtype
     x_NK = None if x is None else x.reshape(-1, x.shape[-1])
@@ -135,7 +178,8 @@ def back(
         wanted = need[1 + number * TENSORS : 1 + (number + 1) * TENSORS]
         own: list[Tensor | None] = [None] * TENSORS
         if wanted[0] and leaf.weight is not None and x_NK is not None:
-            own[0] = product(grad_NO.t(), x_NK, leaf.weight.dtype)
+            total = None if into is None else into[number * TENSORS]
+            own[0] = _added(total, grad_NO.t(), x_NK, leaf.weight.dtype)
         if wanted[1] and leaf.bias is not None:
             own[1] = grad_NO.sum(0, dtype=torch.promote_types(leaf.bias.dtype, torch.float32)).to(leaf.bias.dtype)
         if need[0]:
@@ -154,7 +198,22 @@ def back(
         found += own
     if slopes and x_NK is not None:
         dx_NK = _shared(slopes, x_NK, leaves, need[0], found, dx_NK)
+    if into is not None:
+        found = [_taken_in(total, part) for total, part in zip(into, found, strict=True)]
     return None if dx_NK is None else dx_NK.view(*shape, -1), tuple(found)
+
+
+def _added(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + left @ right in `dtype`, in place. In the factors' own type no second matrix stands, and is rounded once."""
+    if total is None:
+        return product(left, right, dtype)
+    return total.addmm_(left, right) if left.dtype == dtype else total.add_(product(left, right, dtype))
+
+
+def _taken_in(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    if total is None or part is None or part is total:
+        return part
+    return total.add_(part)
 
 
 def thin_products(x: Tensor, leaves: Sequence[Leaf]) -> Tensor | None:

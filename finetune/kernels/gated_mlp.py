@@ -36,14 +36,22 @@ class MlpLeaves:
     def tensors(self) -> tuple[Tensor | None, ...]:
         return tuple(tensor for leaf in self.all() for tensor in leaf.tensors())
 
+    def tile(self, start: int, length: int) -> MlpLeaves:
+        """The linears for tokens from `start` on of rows of `length` tokens."""
+        return MlpLeaves(*(leaf.tile(start, length) for leaf in self.all()))
+
 
 @dataclass(frozen=True)
 class Half:
-    """What backward wants of forward's first half: outputs of gate and up, and their adapters' thin products."""
+    """What backward wants of forward: outputs of gate and up, and the adapters' thin products.
+
+    `last` is that of the down adapter, or None to make it again.
+    """
 
     gate: Tensor
     up: Tensor
     thin: Tensor | None
+    last: Tensor | None = None
 
 
 def gated_mlp(x: Tensor, leaves: MlpLeaves) -> Tensor:
@@ -64,12 +72,13 @@ def second_half(half: Half, leaves: MlpLeaves) -> tuple[Tensor, Tensor | None]:
 
 
 def back(
-    grad: Tensor, x: Tensor | None, half: Half, thin: Tensor | None, leaves: MlpLeaves, need: Sequence[bool]
+    grad: Tensor, x: Tensor | None, half: Half, leaves: MlpLeaves, need: Sequence[bool], into: Grads | None = None
 ) -> tuple[Tensor | None, Grads]:
     """(x's gradient, the tensors' gradients) from the output's. Overwrites `half`.
 
-    `thin` is the down adapter's thin product, or None to make it again. `need[0]` is x's, then TENSORS a leaf.
+    `need[0]` is x's, then TENSORS a leaf. `into` are gradients of other tokens, which take these in and are returned.
     """
+    early, late = (None, None) if into is None else (into[: 2 * TENSORS], into[2 * TENSORS :])
     grad = grad.contiguous()
     shape, dtype = grad.shape[:-1], grad.dtype
     grad_ND = grad.reshape(-1, grad.shape[-1])
@@ -86,12 +95,13 @@ def back(
     hidden, gate_grad, up_grad = swiglu_backward_(inner_NI.view(*shape, -1), half.gate, half.up)
     down_need = need[1 + 2 * TENSORS :]
     down_grads: Grads = (None,) * TENSORS
+    thin = half.last
     if any(down_need):
         thin = adapted_linear.thin_products(hidden, (down,)) if thin is None else thin
-        _, down_grads = adapted_linear.back([grad], hidden, thin, (down,), (False, *down_need))
+        _, down_grads = adapted_linear.back([grad], hidden, thin, (down,), (False, *down_need), late)
     del hidden, inner_NI
     dx, others = adapted_linear.back(
-        [gate_grad, up_grad], x, half.thin, (leaves.gate, leaves.up), need[: 1 + 2 * TENSORS]
+        [gate_grad, up_grad], x, half.thin, (leaves.gate, leaves.up), need[: 1 + 2 * TENSORS], early
     )
     return dx, (*others, *down_grads)
 
@@ -112,5 +122,5 @@ class _GatedMlp(torch.autograd.Function):
         x, gate, up, thin_gu, thin, *tensors = ctx.saved_tensors
         need = (ctx.needs_input_grad[0], *ctx.needs_input_grad[2:])
         leaves = MlpLeaves(*with_tensors(ctx.leaves.all(), tensors))
-        dx, found = back(grad, x, Half(gate, up, thin_gu), thin, leaves, need)
+        dx, found = back(grad, x, Half(gate, up, thin_gu, thin), leaves, need)
         return dx, None, *found

@@ -92,19 +92,22 @@ def keep_mask(keys_B: Tensor, positions: range, features: int, dropped: float) -
     return words_BSF >= round(dropped * 2**32)
 
 
-def apply_mask(x_BSF: Tensor, keys_B: Tensor, dropped: float) -> Tensor:
-    """x times mask over (1 - dropped), made slice by slice along the positions; on a GPU in one pass, the same bits."""
+def apply_mask(x_BSF: Tensor, keys_B: Tensor, dropped: float, first: int = 0) -> Tensor:
+    """x times mask over (1 - dropped), made slice by slice along the positions; on a GPU in one pass, the same bits.
+
+    x may be a part of its rows, from position `first` on.
+    """
     if x_BSF.is_cuda and x_BSF.is_contiguous() and x_BSF.dtype != torch.float64 and x_BSF.numel() > 0:
         from finetune.kernels.fused import keyed_dropout as fused
 
-        return fused.apply_mask(x_BSF, keys_B, dropped)
+        return fused.apply_mask(x_BSF, keys_B, dropped, first)
     rows, length, features = x_BSF.shape
     scale = 1.0 / (1.0 - dropped)
     out_BSF = torch.empty_like(x_BSF)
     together = max(1, SLICE_ELEMENTS.get(x_BSF.device.type, 2**20) // max(1, rows * features))
     for start in range(0, length, together):
         part = slice(start, min(start + together, length))
-        mask = keep_mask(keys_B, range(part.start, part.stop), features, dropped)
+        mask = keep_mask(keys_B, range(first + part.start, first + part.stop), features, dropped)
         # Selected, not multiplied: a dropped infinity or NaN must not come back as NaN.
         out_BSF[:, part] = torch.where(mask, x_BSF[:, part] * scale, 0.0)
     return out_BSF

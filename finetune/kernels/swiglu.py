@@ -9,6 +9,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import functional
 
+SLICE_ELEMENTS = 2**18
+"""Elements whose backward is made at once without a GPU's kernel: the operations' own temporaries stay this small."""
+
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up by plain operations."""
@@ -21,7 +24,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         from finetune.kernels.fused import swiglu as fused
 
         return fused.forward(gate, up)
-    return functional.silu(gate) * up
+    return functional.silu(gate).mul_(up)
 
 
 def swiglu_backward_(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,6 +37,12 @@ def swiglu_backward_(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Te
             # A second backward over the same saved tensors must fail, not compute with what stands here now.
             increment_version(changed)
         return grad, gate, up
+    for parts in zip(*(tensor.view(-1).split(SLICE_ELEMENTS) for tensor in (grad, gate, up)), strict=True):
+        _backward_(*parts)
+    return grad, gate, up
+
+
+def _backward_(grad: Tensor, gate: Tensor, up: Tensor) -> None:
     wide = gate if gate.dtype.itemsize >= 4 else gate.float()
     share, active = wide.sigmoid(), functional.silu(gate)
     slope = share * (1 + wide * (1 - share))
@@ -42,4 +51,3 @@ def swiglu_backward_(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Te
     grad.copy_(active * up)
     gate.copy_(gate_grad)
     up.copy_(up_grad)
-    return grad, gate, up

@@ -1,7 +1,4 @@
-"""One plan of one recipe as the levers' cost models see it, and the machine's rates that they share.
-
-Rates are assumed until a machine's own are measured; they only decide which of two plans is called faster.
-"""
+"""One plan of one recipe as the levers' cost models see it, and the machine's rates that they share."""
 
 from __future__ import annotations
 
@@ -10,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from finetune.contracts import Plan, Shape
+from finetune.machine.rates import ASSUMED, Rates
 from finetune.memory.storage import Storage, Work, trained_tensors
 
-OPERATIONS_PER_SECOND = {"cpu": 5e10, "cuda": 4e14}
-"""Matrix products of a training step."""
-LINK_BYTES_PER_SECOND = {"cpu": 5e9, "cuda": 25e9}
-"""Between host and device, one way while the other way is busy too: PCIe 4 x16; on a CPU a copy within memory."""
+PRODUCTS = 0.87
+"""What a step's matrix products reach of the rate of large ones alone, clocks under a long load included. From the lines of
+resident plans in benchmarks/results/frontier.jsonl (one H200), once what memory moves is taken off."""
 
 
 UpdateBytes = Callable[[int, str], int]
@@ -32,11 +29,23 @@ class TrainedTensors:
 
 
 @dataclass(frozen=True)
+class Sums:
+    """What seconds read of a shape, summed once: operations a token of the blocks' linears, of these as they are run again,
+    the linears' widths in and out, and those of the adapted ones."""
+
+    linears: float
+    again: float
+    widths: int
+    adapted: int
+
+
+@dataclass(frozen=True)
 class Case:
     """What a cost model may ask for; `case_of` makes one.
 
     `tensors` are the trained ones; `rows` are those of one rank's share of a step; `update_bytes` the temporaries of one
-    tensor's update, by its elements and the device's type (None: those of torch's AdamW).
+    tensor's update, by its elements and the device's type (None: those of torch's AdamW). `rates` are the machine's (None:
+    assumed ones of such a device); `filled`: how long rows are with their padding, as a share of `length`; `sums`: as memory/step_time makes them (None: at each use).
     """
 
     shape: Shape
@@ -46,11 +55,19 @@ class Case:
     rows: int
     tensors: tuple[TrainedTensors, ...]
     update_bytes: UpdateBytes | None = None
+    rates: Rates | None = None
+    filled: float = 1.0
+    sums: Sums | None = None
+
+    @property
+    def speed(self) -> Rates:
+        """The machine's rates, or those of one of its kind."""
+        return self.rates or ASSUMED[self.storage.device]
 
     @property
     def work(self) -> Work:
         """One micro-batch."""
-        return Work(self.plan.micro_batch, self.length)
+        return Work(self.plan.micro_batch, self.length, self.plan.mlp_tile)
 
     @property
     def gradients(self) -> int:
@@ -88,9 +105,22 @@ def case_of(
 
 
 def link_seconds(case: Case, moved: int) -> float:
-    """Seconds that so many bytes take between host and device, one way."""
-    return moved / LINK_BYTES_PER_SECOND[case.storage.device]
+    """Seconds that so many bytes take between host and device one way, while the other way is busy too."""
+    return moved / case.speed.both_bytes_per_s
+
+
+def both_ways_seconds(case: Case, up: int, down: int) -> float:
+    """Seconds that bytes up and bytes down take side by side: together at first, what is left of one alone."""
+    together, speed = min(up, down), case.speed
+    alone = (up - together) / speed.up_bytes_per_s + (down - together) / speed.down_bytes_per_s
+    return together / speed.both_bytes_per_s + alone
 
 
 def compute_seconds(case: Case, operations: float) -> float:
-    return operations / OPERATIONS_PER_SECOND[case.storage.device]
+    """Seconds of matrix products in the compute type."""
+    return operations / (PRODUCTS * case.speed.operations_per_s(case.storage.compute))
+
+
+def memory_seconds(case: Case, moved: float) -> float:
+    """Seconds that operations take which only read and write so many bytes of the device's memory."""
+    return moved / case.speed.memory_bytes_per_s

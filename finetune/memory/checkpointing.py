@@ -13,6 +13,7 @@ layers are `GradientCheckpointingLayer`s works, whatever is inside of them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,11 @@ from finetune.contracts import Shape
 from finetune.errors import ModelError
 from finetune.memory.activations import boundary, saved_by_block, unsaved_by_first
 from finetune.memory.case import Case
-from finetune.memory.storage import Storage, Work, place_of
+
+# Also found here by levers that price themselves in operations.
+from finetune.memory.operations import step_operations as step_operations
+from finetune.memory.step_time import again_seconds, micro_batches, step_seconds
+from finetune.memory.storage import Storage, Work
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,44 +85,21 @@ def recomputed_bytes(shape: Shape, storage: Storage, work: Work, mode: Mode) -> 
 def saves(case: Case) -> int:
     """Bytes of a step's peak that the lever takes away (negative for a model of one block)."""
     shape, storage, work, mode = case.shape, case.storage, case.work, case.plan.activation_checkpointing
+    # What keeps its activations is not tiled: those are another lever's bytes.
+    work = replace(work, tile=0)
     with_it = kept_bytes(shape, storage, work, mode) + recomputed_bytes(shape, storage, work, mode)
     return kept_bytes(shape, storage, work, False) - with_it
 
 
-def attention_operations(shape: Shape, length: int) -> float:
-    """Operations a token of all blocks' causal attention: 2 x length x width."""
-    return shape.blocks * 2.0 * length * shape.heads * shape.head_dim
-
-
-def forward_operations(shape: Shape, length: int) -> float:
-    """Operations a token of all blocks' forward: two a weight, and attention."""
-    return shape.blocks * 2.0 * shape.linear_parameters + attention_operations(shape, length)
-
-
-def step_operations(shape: Shape, storage: Storage, length: int) -> float:
-    """Floating-point operations a token of forward and backward, nothing recomputed.
-
-    Backward of a linear costs one forward for its input's gradient and, where it trains, one for its own; backward of
-    attention two and a half forwards.
-    """
-    attention = attention_operations(shape, length)
-    linears = forward_operations(shape, length) - attention
-    head = 2.0 * shape.vocabulary * shape.hidden
-    return linears * (3 if storage.trained else 2) + attention * 3.5 + head * (3 if storage.trained else 2)
-
-
 def slowdown(case: Case) -> float:
     """The share of a step's time that the lever adds."""
-    shape, length, mode = case.shape, case.length, case.plan.activation_checkpointing
-    again = forward_operations(shape, length)
-    if case.storage.fast:
-        # Its recomputation stops before the linear whose output no gradient needs.
-        again -= shape.blocks * 2.0 * sum(one.parameters for one in shape.linears if place_of(one, shape) == "mlp_out")
-    if mode == "selective":
-        again -= attention_operations(shape, length)
-    share = 1 - kept_blocks(shape.blocks, mode) / shape.blocks
+    mode, blocks = case.plan.activation_checkpointing, case.shape.blocks
+    share = 1 - kept_blocks(blocks, mode) / blocks
+    if not share:
+        return 0.0
+    again = micro_batches(case) * again_seconds(case, attention=mode != "selective")
     extra = SELECTIVE_SHARE if mode == "selective" else 0.0
-    return share * again / step_operations(shape, case.storage, length) + extra
+    return share * again / step_seconds(case) + extra
 
 
 def apply(module: nn.Module, mode: Mode = True, offload: Offload | None = None) -> None:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from finetune.contracts import IGNORED, Shape
 from finetune.errors import ModelError
 from finetune.kernels.logits_change import logits_change
-from finetune.memory.case import Case
-from finetune.memory.checkpointing import step_operations
+from finetune.memory.case import Case, compute_seconds
+from finetune.memory.step_time import micro_batches, step_seconds
 from finetune.memory.storage import Storage, Work
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def slowdown(case: Case) -> float:
     thin = THIN.get(storage.device, 64.0) + (THIN_TRAINED if storage.whole_head and storage.device == "cuda" else 0.0)
     again = 1.0 if storage.own_head else 0.0
     extra = (3 if storage.whole_head else 2) * head * thin / chunk + again * head
-    return extra / step_operations(shape, storage, work.length)
+    return micro_batches(case) * compute_seconds(case, work.tokens * extra) / step_seconds(case)
 
 
 def loss_sum(hidden_BSD: Tensor, head: nn.Module, labels_BS: Tensor, chunk: int, config: Any = None) -> Tensor:

@@ -13,7 +13,7 @@ from finetune.memory.storage import Storage, Work, place_of
 
 def saved_by_block(shape: Shape, storage: Storage, work: Work) -> int:
     """Bytes that one block leaves for backward, its input included."""
-    return work.tokens * (_upper(shape, storage, work) + _half(shape, storage))
+    return work.tokens * _upper(shape, storage, work) + _mlp(shape, storage, work)
 
 
 def unsaved_by_first(shape: Shape, storage: Storage, work: Work) -> int:
@@ -40,17 +40,23 @@ def block_workspace(shape: Shape, storage: Storage, work: Work) -> int:
 
     In the MLP: the slope of the product of gate and up beside both, with the stream's gradient. Trained weights add
     their own gradients: that of the down projection there, and all of the block's when the attention half is reached,
-    where the MLP's activations are gone.
+    where the MLP's activations are gone. In tiles the MLP may need less than attention's own backward, and a trained
+    weight's gradient stands from the first tile on.
     """
     wide, thin = storage.compute * shape.intermediate, storage.stream * shape.hidden
     largest = max((linear.parameters for linear in shape.linears), default=0)
-    total = work.tokens * (wide + thin)
+    total = work.mlp_tokens * wide + work.tokens * thin
     if storage.trained:
         casts = 0
         if storage.stream != storage.compute:
-            casts = work.tokens * storage.compute * shape.hidden + storage.compute * largest
+            casts = work.mlp_tokens * storage.compute * shape.hidden + storage.compute * largest
         later = work.tokens * 2 * thin + storage.weight * shape.linear_parameters
-        total = max(total + storage.weight * largest, later - work.tokens * _half(shape, storage)) + casts
+        own = storage.weight * largest
+        if work.mlp_tokens < work.tokens:
+            own = storage.weight * (_mlp_parameters(shape) + (largest if storage.weight != storage.compute else 0))
+        total = max(total + own, later - _mlp(shape, storage, work)) + casts
+    if work.tile:
+        total = max(total, _attention_backward(shape, storage, work) - _mlp(shape, storage, work))
     return total + (storage.compute * largest if storage.coded else 0)
 
 
@@ -60,12 +66,55 @@ def norm_workspace(shape: Shape, storage: Storage, work: Work) -> int:
 
 
 def forward_workspace(shape: Shape, storage: Storage, work: Work) -> int:
-    """Bytes of one block's forward without gradients: the stream before and after, a norm's output, gate, up, product."""
-    token = storage.stream * 2 * shape.hidden + storage.compute * (shape.hidden + 3 * shape.intermediate)
+    """Bytes of one block's forward without gradients: the stream before and after, a norm's output, gate, up,
+    their product and what is made of it."""
     largest = max((linear.parameters for linear in shape.linears), default=0)
-    return work.tokens * token + (
-        storage.compute * largest if storage.coded or storage.stream != storage.compute else 0
-    )
+    cast = storage.compute * largest if storage.coded or storage.stream != storage.compute else 0
+    read = storage.compute * shape.hidden
+    total = work.tokens * (storage.stream * 2 * shape.hidden + read)
+    total += work.mlp_tokens * (read + 3 * storage.compute * shape.intermediate)
+    return max(total, work.tokens * _attention_forward(shape, storage)) + cast
+
+
+def _attention_forward(shape: Shape, storage: Storage) -> int:
+    """Bytes a token of the attention half's forward, with the stream before it: q, k and v beside their input or beside
+    attention's output; or the norm after it, beside its two inputs' sum."""
+    read, thin = storage.compute * shape.hidden, storage.stream * shape.hidden
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    made = storage.compute * (queries + 2 * keys)
+    return thin + max(read + made, made + storage.compute * queries + 4 * shape.heads, thin + 2 * read)
+
+
+def _attention_backward(shape: Shape, storage: Storage, work: Work) -> int:
+    """Bytes of attention's backward beyond what the upper half saved: the stream's gradient, the MLP's input's, the
+    residual's, attention's output's, those of q, k and v. A GPU's flash kernel sums q's in fp32, and has one of k and one
+    of v for every query head where several share a key head. Gradients of the MLP's and the output's trained weights
+    are there."""
+    read, thin = storage.compute * shape.hidden, storage.stream * shape.hidden
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    token = 2 * thin + read + storage.compute * (2 * queries + 2 * keys)
+    token += read if storage.stream != storage.compute else 0
+    if storage.device == "cuda":
+        token += 4 * queries + (2 * storage.compute * queries if shape.heads != shape.kv_heads else 0)
+    grown = 0
+    if storage.trained:
+        out = sum(linear.parameters for linear in shape.linears if place_of(linear, shape) == "attention_out")
+        grown = storage.weight * (_mlp_parameters(shape) + out)
+    return work.tokens * token + grown
+
+
+def _mlp_parameters(shape: Shape) -> int:
+    return sum(linear.parameters for linear in shape.linears if place_of(linear, shape) in ("mlp_in", "mlp_out"))
+
+
+def _mlp(shape: Shape, storage: Storage, work: Work) -> int:
+    """Bytes that the MLP leaves for backward, or has again in it: in tiles its whole input, whose place the input's
+    gradient takes, and the rest of one tile."""
+    if not work.tile:
+        return work.tokens * _half(shape, storage)
+    read = storage.compute * shape.hidden
+    inside = _half(shape, storage) - (read if _reads(shape, storage, "mlp_in") else 0)
+    return work.tokens * read + work.mlp_tokens * inside
 
 
 def _upper(shape: Shape, storage: Storage, work: Work) -> int:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.contracts import Shape
 from finetune.errors import ModelError
-from finetune.memory.case import Case, compute_seconds, link_seconds
-from finetune.memory.checkpointing import step_operations
+from finetune.memory.case import Case, link_seconds
+from finetune.memory.step_time import micro_batches, step_seconds
 from finetune.memory.storage import Storage, Work
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ def slowdown(case: Case) -> float:
     if case.plan.embedding_placement != "host":
         return 0.0
     moved = case.work.tokens * case.shape.hidden * case.storage.frozen
-    step = compute_seconds(case, case.work.tokens * step_operations(case.shape, case.storage, case.length))
-    return GATHER * link_seconds(case, moved) / step
+    return GATHER * link_seconds(case, moved) * micro_batches(case) / step_seconds(case)
 
 
 def place_on_host(base: nn.Module, device: torch.device) -> GivenIds:

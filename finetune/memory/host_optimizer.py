@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from finetune.memory.case import Case, compute_seconds, link_seconds
-from finetune.memory.checkpointing import step_operations
+from finetune.memory.case import Case, link_seconds
+from finetune.memory.step_time import step_seconds
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +50,7 @@ def slowdown(case: Case) -> float:
     """The share of a step's time that the lever adds: up and down run side by side, after the backward."""
     if case.plan.optimizer_placement != "host":
         return 0.0
-    step = compute_seconds(case, case.step_tokens * step_operations(case.shape, case.storage, case.length))
-    return link_seconds(case, hosted_bytes(case)) / step
+    return link_seconds(case, hosted_bytes(case)) / step_seconds(case)
 
 
 def step_only(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:

@@ -19,15 +19,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from finetune.memory.activations import boundary, saved_by_block, unsaved_by_first
-from finetune.memory.case import Case, compute_seconds, link_seconds
+from finetune.memory.case import Case, link_seconds
 from finetune.memory.checkpointing import (
     Mode,
     attention_kept,
-    forward_operations,
     kept_blocks,
     kept_bytes,
-    step_operations,
 )
+from finetune.memory.step_time import again_seconds, backward_seconds, forward_seconds, micro_batches, step_seconds
 
 if TYPE_CHECKING:
     import torch
@@ -88,9 +87,11 @@ def slowdown(case: Case) -> float:
         return 0.0
     shape, storage, work = case.shape, case.storage, case.work
     copy = link_seconds(case, host_bytes(shape, storage, work, case.plan.activation_checkpointing))
-    forward = compute_seconds(case, work.tokens * forward_operations(shape, case.length))
-    whole = compute_seconds(case, work.tokens * step_operations(shape, storage, case.length))
-    return (max(0.0, copy - forward) + max(0.0, copy - (whole - forward))) / whole + CONTENTION
+    forward, backward = forward_seconds(case), backward_seconds(case)
+    if case.plan.activation_checkpointing is True:
+        backward += again_seconds(case)
+    waited = max(0.0, copy - forward) + max(0.0, copy - backward)
+    return micro_batches(case) * waited / step_seconds(case) + CONTENTION
 
 
 class _Parked:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config.schema import Recipe
-from finetune.memory.case import Case, compute_seconds
-from finetune.memory.checkpointing import step_operations
+from finetune.memory.case import Case
+from finetune.memory.step_time import step_seconds
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,8 +52,7 @@ def slowdown(case: Case) -> float:
     """The share of a step's time that the lever adds: many small updates instead of one, and the wait for the loss."""
     if not case.plan.optimizer_in_backward:
         return 0.0
-    step = compute_seconds(case, case.step_tokens * step_operations(case.shape, case.storage, case.length))
-    return LAUNCH_SECONDS * sum(each.count for each in case.tensors) / step + LOSS_WAIT
+    return LAUNCH_SECONDS * sum(each.count for each in case.tensors) / step_seconds(case) + LOSS_WAIT
 
 
 class StepInBackward:

@@ -37,14 +37,21 @@ BLOCK_NUMBER = re.compile(r"(?<![^.])([0-9]+|\[[^].]*]|[*?]+)\.")
 
 @dataclass(frozen=True)
 class Work:
-    """What one forward takes: `rows` padded to `length` tokens."""
+    """What one forward takes: `rows` padded to `length` tokens; the MLP of a recomputed fast block takes `tile` of them
+    at a time (0: all)."""
 
     rows: int
     length: int
+    tile: int = 0
 
     @property
     def tokens(self) -> int:
         return self.rows * self.length
+
+    @property
+    def mlp_tokens(self) -> int:
+        """Tokens whose MLP activations stand at once."""
+        return min(self.tile or self.tokens, self.tokens)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from finetune.memory import (
     chunked_loss,
     host_embedding,
     host_optimizer,
+    mlp_tiles,
     offload,
     step_in_backward,
 )
@@ -62,6 +63,15 @@ LEVERS: dict[str, Lever] = {
             chunked_loss.slowdown,
             "reordered sums",
             "makes the logits of so many positions at a time",
+        ),
+        Lever(
+            "MLP in tiles",
+            "mlp_tile",
+            mlp_tiles.CHOICES,
+            mlp_tiles.saves,
+            mlp_tiles.slowdown,
+            "reordered sums",
+            "runs the MLP of a recomputed block over so many tokens at a time",
         ),
         Lever(
             "activation offload",

@@ -13,8 +13,16 @@ from dataclasses import dataclass
 from finetune.contracts import Bytes, Shape
 from finetune.kernels.norms import tall_rows
 from finetune.memory.activations import boundary
-from finetune.memory.case import Case, compute_seconds, link_seconds
-from finetune.memory.checkpointing import forward_operations, step_operations
+from finetune.memory.case import Case, both_ways_seconds, compute_seconds, link_seconds
+from finetune.memory.step_time import (
+    again_seconds,
+    backward_seconds,
+    forward_seconds,
+    head_seconds,
+    micro_batches,
+    step_seconds,
+    update_seconds,
+)
 from finetune.memory.storage import Storage, coded_block_bytes
 
 UPDATES_AHEAD = 2
@@ -93,6 +101,8 @@ class StreamedEnds:
     embedding_passes: bool
     head_passes: bool
     visiting: int
+    head_comes: int
+    """Bytes of a head's weight that comes whole for the head's phase of a step (0: it is on the device, or passes)."""
 
     def head_moments(self, case: Case) -> list[Bytes]:
         """The two passes of a head over the labelled positions, if every position has a label."""
@@ -124,7 +134,7 @@ class StreamedEnds:
 def ends_of(case: Case) -> StreamedEnds:
     """The figures of embedding and head; a shared matrix goes where either is said to be."""
     shape, storage, plan = case.shape, case.storage, case.plan
-    on_host = {"embedding": plan.embedding_placement == "host", "head": plan.head_placement == "host"}
+    on_host = {"embedding": plan.embedding_placement == "host", "head": plan.head_placement != "device"}
     if shape.tied:
         both = on_host["embedding"] or on_host["head"]
         on_host = {"embedding": both, "head": False}
@@ -133,7 +143,8 @@ def ends_of(case: Case) -> StreamedEnds:
     moved = sum(elements[name] for name, there in on_host.items() if there)
     state = sum(t.count * t.state for t in case.tensors if on_host.get(t.role)) if storage.trained else 0
     part = tall_rows(shape.vocabulary, shape.hidden) * shape.hidden
-    head_passes = on_host["head"] or (shape.tied and on_host["embedding"])
+    comes = plan.head_placement == "visit" and not shape.tied
+    head_passes = (on_host["head"] and not comes) or (shape.tied and on_host["embedding"])
     share = part / max(shape.embedding_parameters, 1)
     one = max((t.state for t in case.tensors if t.role in ("embedding", "head")), default=0)
     looked_up = on_host["embedding"] and not (storage.trained or shape.tied)
@@ -147,6 +158,7 @@ def ends_of(case: Case) -> StreamedEnds:
         embedding_passes=on_host["embedding"] and (storage.trained or shape.tied),
         head_passes=head_passes,
         visiting=each * (moved - (elements["embedding"] if looked_up else 0)),
+        head_comes=each * elements["head"] if comes else 0,
     )
 
 
@@ -170,33 +182,51 @@ def slots_bytes(case: Case) -> int:
     return (min(case.plan.slots, figures.streamed) + figures.resident) * figures.block
 
 
+def lent_bytes(case: Case) -> int:
+    """Device bytes of slots that are given up while a head is whole on the device."""
+    figures = streaming_of(case)
+    lent = max(0, min(case.plan.slots, figures.streamed) - 1) * figures.block
+    return lent if ends_of(case).head_comes else 0
+
+
 def seconds(case: Case) -> float:
-    """Seconds of a step: in each half of it the slower of computing and the busier direction of the link."""
-    shape, storage, plan = case.shape, case.storage, case.plan
-    figures, tokens = streaming_of(case), case.step_tokens
-    forward = compute_seconds(case, tokens * forward_operations(shape, case.length))
-    whole = compute_seconds(case, tokens * step_operations(shape, storage, case.length)) + forward
+    """Seconds of a step: in each half of it the slower of computing and of moving what the link has to, both ways."""
+    shape, plan = case.shape, case.plan
+    figures, count = streaming_of(case), micro_batches(case)
+    # Fast blocks decode a stored block once for all micro-batches.
+    decoded = 1.0 / count if plan.fast_block else 1.0
+    forward = count * forward_seconds(case, decoded)
+    backward = count * (again_seconds(case, decoded) + backward_seconds(case, decoded) + head_seconds(case))
     weights = figures.streamed * figures.block
-    updates = shape.blocks * (figures.gradients + figures.state)
+    states = shape.blocks * figures.state
     parked = shape.blocks * figures.boundary if plan.activation_offload else 0
-    up = link_seconds(case, weights + updates)
-    down = link_seconds(case, parked + (weights + shape.blocks * figures.state if figures.gradients else 0))
-    back_up = link_seconds(case, weights + parked)
-    back_down = link_seconds(case, shape.blocks * figures.gradients)
     ends = ends_of(case)
-    # Nothing is computed while an embedding's update passes; logits that pass in parts are made twice.
+    own = ends.head_comes if case.storage.trained else 0
+    down = weights + states if figures.gradients else 0
+    # A frozen head comes while the last block computes; blocks that gave their slots to a head come again.
+    up = weights + shape.blocks * figures.gradients + states + ends.head_comes - own
+    there = both_ways_seconds(case, up, down + parked)
+    back = both_ways_seconds(case, weights + parked + lent_bytes(case), shape.blocks * figures.gradients + own)
+    return max(forward, there) + max(backward, back) + update_seconds(case) + _ends_seconds(case)
+
+
+def _ends_seconds(case: Case) -> float:
+    """What passing ends add: nothing is computed while an embedding's update passes, or that of a head which comes whole;
+    logits in parts are made twice, the first time beside the head's update."""
+    shape, storage, ends = case.shape, case.storage, ends_of(case)
     passing = link_seconds(
         case, ends.part_with_update * shape.embedding_parameters * storage.weight // max(ends.part, 1)
     )
     aside = passing if ends.embedding_passes else 0.0
     if ends.head_passes:
-        aside += compute_seconds(case, 2.0 * tokens * shape.vocabulary * shape.hidden)
-    return max(forward, up, down) + max(whole - forward, back_up, back_down) + aside
+        again = compute_seconds(case, 2.0 * case.step_tokens * case.filled * shape.vocabulary * shape.hidden)
+        aside += max(again, passing) if storage.trained and not shape.tied else again
+    if ends.head_comes and storage.trained:
+        aside += passing
+    return aside
 
 
 def slowdown(case: Case) -> float:
     """The share of a step's time that streaming adds to the recomputing resident step."""
-    resident = compute_seconds(
-        case, case.step_tokens * step_operations(case.shape, case.storage, case.length)
-    ) + compute_seconds(case, case.step_tokens * forward_operations(case.shape, case.length))
+    resident = step_seconds(case) + micro_batches(case) * again_seconds(case)
     return seconds(case) / resident - 1.0

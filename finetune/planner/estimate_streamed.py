@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from finetune.contracts import Bytes
+from finetune.kernels.norms import tall_rows
 from finetune.memory import activations, checkpointing, chunked_loss
 from finetune.memory import weight_streaming as streaming
 from finetune.memory.case import Case
@@ -55,7 +56,7 @@ class _Moments:
     ends: streaming.StreamedEnds
 
     def all(self) -> list[Bytes]:
-        return [*self._embedding(), self._forward(), *self._head(), self._backward(), self._update()]
+        return [*self._embedding(), *self._forward(), *self._head(), self._backward(), self._update()]
 
     @property
     def _around(self) -> Bytes:
@@ -91,6 +92,10 @@ class _Moments:
         """Ids and labels of all micro-batches, with document ids and positions where rows are packed; int64."""
         return self.case.step_tokens * 8 * (4 if self.case.storage.packed else 2)
 
+    def _update_bytes(self, elements: int) -> int:
+        """Temporaries of the update of a tensor of so many elements."""
+        return (self.case.update_bytes or estimate.torch_update_bytes)(elements, self.case.plan.device)
+
     def _embedding(self) -> list[Bytes]:
         """The lookup of an embedding that passes in parts, with its update; and its gradient at the end."""
         if not self.ends.embedding_passes:
@@ -104,7 +109,12 @@ class _Moments:
         last = Bytes({"carry": 2 * carry, "workspace": made, "batch": self._batch})
         return [first + ring + kept, last + self._grown]
 
-    def _forward(self) -> Bytes:
+    @property
+    def _visit(self) -> Bytes:
+        """A head that is whole on the device, in the place of slots."""
+        return Bytes({"visiting head": self.ends.head_comes, "slots": -streaming.lent_bytes(self.case)})
+
+    def _forward(self) -> list[Bytes]:
         shape, storage, work = self.case.shape, self.case.storage, self.case.work
         leaving = streaming.BEHIND * self._each if self.case.plan.activation_offload else 0
         own = Bytes(
@@ -115,18 +125,27 @@ class _Moments:
                 "passing updates": self.figures.passing,
             }
         )
-        return self._around + own
+        # A frozen head comes while the last block computes.
+        last = [] if storage.trained else [self._around + own + self._visit]
+        return [self._around + own, *last]
 
     def _head(self) -> list[Bytes]:
         shape, storage, work, plan = self.case.shape, self.case.storage, self.case.work, self.case.plan
         ring = Bytes({"boundaries": min(2 * self._each, self.figures.boundary) if plan.activation_offload else 0})
-        common = self._around + self._grown + ring
+        common = self._around + self._grown + ring + self._visit
         norm = Bytes({"workspace": activations.norm_workspace(shape, storage, work)})
         if self.ends.head_passes:
             return [common + moment for moment in (*self.ends.head_moments(self.case), norm)]
+        first = []
+        if self.ends.head_comes and storage.trained:
+            part = tall_rows(shape.vocabulary, shape.hidden) * shape.hidden
+            work_bytes = self._update_bytes(part)
+            first = [common + Bytes({"passing head": 2 * self.ends.part_with_update, "workspace": work_bytes})]
+            common += Bytes({"gradients": self.ends.head_comes})
         loss, slope = chunked_loss.loss_moments(shape, storage, work, plan.loss_chunk)
         again = Bytes({"workspace": storage.weight * shape.vocabulary * shape.hidden if storage.whole_head else 0})
-        return [common + estimate.loss_of(loss) + again, common + estimate.loss_of(slope) + again, common + norm]
+        after = [common + estimate.loss_of(moment) + again for moment in (loss, slope)]
+        return [*first, *after, common + norm]
 
     def _backward(self) -> Bytes:
         shape, storage, work = self.case.shape, self.case.storage, self.case.work
@@ -142,6 +161,8 @@ class _Moments:
                 # Those of the block before are on their way down; from the second micro-batch on, the block's own
                 # stand whole while one more of a matrix is made.
                 "gradients": self.figures.gradients + several * (self.figures.gradients and storage.weight * largest),
+                # Its gradient is on its way down during the last block's backward.
+                "visiting head": self.ends.head_comes if storage.trained else 0,
             }
         )
         return self._around + self._grown + own
@@ -149,8 +170,9 @@ class _Moments:
     def _update(self) -> Bytes:
         """The update of what stays on the device."""
         storage = self.case.storage
-        work = (self.case.update_bytes or estimate.torch_update_bytes)(self.case.largest, self.case.plan.device)
+        work = self._update_bytes(self.case.largest)
         head = self.case.shape.vocabulary * self.case.shape.hidden
-        again = storage.weight * head if storage.whole_head and not self.ends.head_passes else 0
+        elsewhere = self.ends.head_passes or self.ends.head_comes
+        again = storage.weight * head if storage.whole_head and not elsewhere else 0
         passed = Bytes({"carry": self.figures.carry if self.ends.embedding_passes and storage.trained else 0})
         return Bytes({"batch": self._batch, "workspace": max(work, again)}) + self._grown + passed

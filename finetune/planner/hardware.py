@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune.errors import InputError
+from finetune.machine.rates import ASSUMED, CPU, ROWS, Rates, row_of
 
 GIB = 2**30
 CONTEXT_BYTES = 600 * 2**20
@@ -24,7 +25,7 @@ EXAMPLES = "1x24GB,64GB (GPUs x memory of each, host memory), 8x80GB, 0,32GB (no
 @dataclass(frozen=True)
 class Hardware:
     """A machine. `gpu_bytes` is what a process may still take of one GPU (0 on a CPU), its own context included;
-    `host_bytes` what all processes together may still take of the host; `bf16`: the GPU computes in it."""
+    `host_bytes` what all processes together may still take of the host; `bf16`: the GPU computes in it; `rates`: how fast it is."""
 
     device: str
     name: str
@@ -33,14 +34,15 @@ class Hardware:
     host_bytes: int
     cores: int
     bf16: bool = True
+    rates: Rates | None = None
 
 
 PRESETS: dict[str, Hardware] = {
-    "rtx4090-24": Hardware("cuda", "RTX 4090, 24 GiB", 1, int(23.5 * GIB), 64 * GIB, 16),
-    "a100-80": Hardware("cuda", "A100, 80 GiB", 1, int(79.1 * GIB), 128 * GIB, 32),
-    "h100-80": Hardware("cuda", "H100, 80 GiB", 1, int(79.1 * GIB), 192 * GIB, 32),
-    "h200-141": Hardware("cuda", "H200, 141 GB", 1, int(139.7 * GIB), 256 * GIB, 32),
-    "cpu": Hardware("cpu", "a CPU", 0, 0, 16 * GIB, 8),
+    "rtx4090-24": Hardware("cuda", "RTX 4090, 24 GiB", 1, int(23.5 * GIB), 64 * GIB, 16, rates=ROWS["rtx4090-24"]),
+    "a100-80": Hardware("cuda", "A100, 80 GiB", 1, int(79.1 * GIB), 128 * GIB, 32, rates=ROWS["a100-80"]),
+    "h100-80": Hardware("cuda", "H100, 80 GiB", 1, int(79.1 * GIB), 192 * GIB, 32, rates=ROWS["h100-80"]),
+    "h200-141": Hardware("cuda", "H200, 141 GB", 1, int(139.7 * GIB), 256 * GIB, 32, rates=ROWS["h200-141"]),
+    "cpu": Hardware("cpu", "a CPU", 0, 0, 16 * GIB, 8, rates=CPU),
 }
 """Pretend machines by name; the memory is what such a card has free for one process."""
 
@@ -65,7 +67,7 @@ def _machine(part: str, text: str) -> Hardware:
     if part in PRESETS:
         return PRESETS[part]
     if part == "0":
-        return Hardware("cpu", "", 0, 0, 0, 8)
+        return Hardware("cpu", "", 0, 0, 0, 8, rates=CPU)
     match = re.fullmatch(r"(\d+)\s*[xX]\s*(\S.*)", part)
     if match is None:
         raise _bad(text)
@@ -75,8 +77,8 @@ def _machine(part: str, text: str) -> Hardware:
         return replace(one, name=f"{count} x {one.name}", gpus=count, host_bytes=count * one.host_bytes)
     size = _size(rest, text)
     if count == 0 or size == 0:
-        return Hardware("cpu", "", 0, 0, 0, 8)
-    return Hardware("cuda", "", count, size, 2 * count * size, 16 * count)
+        return Hardware("cpu", "", 0, 0, 0, 8, rates=CPU)
+    return Hardware("cuda", "", count, size, 2 * count * size, 16 * count, rates=ASSUMED["cuda"])
 
 
 def _size(part: str, text: str) -> int:
@@ -99,20 +101,22 @@ def detect(device: str = "auto") -> Hardware:
     # What this process has taken already is its own to use, and the planner counts the whole process.
     host, cores = host_free() + own_bytes(), _cores()
     if device == "cpu":
-        return Hardware("cpu", "this CPU", 0, 0, host, cores)
+        return Hardware("cpu", "this CPU", 0, 0, host, cores, rates=CPU)
     import torch
 
     if not torch.cuda.is_available():
         if device == "cuda":
             raise InputError("there is no GPU that torch can use", "device", "device=cpu, or install torch with CUDA")
-        return Hardware("cpu", "this CPU", 0, 0, host, cores)
+        return Hardware("cpu", "this CPU", 0, 0, host, cores, rates=CPU)
     free, _ = torch.cuda.mem_get_info()
     # Asking made this process's context, which is its own to use.
     ours = torch.cuda.memory_reserved() + CONTEXT_BYTES
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     usable = min(free + ours, properties.total_memory)
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    return Hardware("cuda", properties.name, torch.cuda.device_count(), usable, host, cores, bf16)
+    return Hardware(
+        "cuda", properties.name, torch.cuda.device_count(), usable, host, cores, bf16, row_of(properties.name)
+    )
 
 
 def _cores() -> int:

@@ -47,9 +47,12 @@ def check_built(recipe: Recipe, shape: Shape, ranks: int, storage: Storage) -> N
             "plan.slots",
             "plan.weights=streamed, or leave it auto",
         )
-    if recipe.plan.head_placement == "host" and recipe.plan.weights != "streamed":
+    if recipe.plan.head_placement in ("host", "visit") and recipe.plan.weights != "streamed":
+        does = "takes the head through the device in parts"
+        if recipe.plan.head_placement == "visit":
+            does = "brings the head to the device for its losses"
         raise InputError(
-            "plan.head_placement=host, but only a streamed step takes the head through the device in parts",
+            f"plan.head_placement={recipe.plan.head_placement}, but only a streamed step {does}",
             "plan.head_placement",
             "plan.weights=streamed, or plan.head_placement=device",
         )
@@ -128,6 +131,8 @@ def _check_head(recipe: Recipe, shape: Shape, storage: Storage) -> None:
     """What a head on the host cannot keep, and what plan.exact=bitwise says of both ends."""
     plan = recipe.plan
     roles = {role for _, role in storage.part.tensors} if storage.part is not None and not storage.trained else set()
+    if plan.head_placement == "visit":
+        _check_visit(shape, storage.head_adapted or "head" in roles)
     in_parts = plan.head_placement == "host"
     field, reason = "head_placement", ""
     if plan.exact == "bitwise" and in_parts:
@@ -147,6 +152,18 @@ def _check_head(recipe: Recipe, shape: Shape, storage: Storage) -> None:
         reason = f"takes the embedding that {shape.name} shares with it along, which only fast blocks can (plan.fast_block=true)"
     if reason:
         raise InputError(f"plan.{field}=host {reason}", f"plan.{field}", f"plan.{field}=device")
+
+
+def _check_visit(shape: Shape, adapted: bool) -> None:
+    """What a head that visits the device cannot be."""
+    reason, remedy = "", "plan.head_placement=device"
+    if shape.tied:
+        reason = f"is for a head of its own, and {shape.name} has one matrix for embedding and head"
+        remedy = "plan.head_placement=host plan.embedding_placement=host (in parts), or device"
+    elif adapted:
+        reason = "is for a head of one matrix, and this one has an adapter, trained rows or a trained copy"
+    if reason:
+        raise InputError(f"plan.head_placement=visit {reason}", "plan.head_placement", remedy)
 
 
 def micro_batches(recipe: Recipe, rows: int, ranks: int) -> list[int]:
@@ -197,7 +214,8 @@ def lever_choices(lever: Lever, allowance: Allowance) -> tuple[Any, ...]:
         raise InputError(
             f"plan.{lever.field}={_text(pinned)} {reason}",
             where=f"plan.{lever.field}",
-            remedy=" or ".join(f"plan.{lever.field}={_text(value)}" for value in _others(lever, pinned, allowance)),
+            remedy=_before_tiles(lever, allowance)
+            + " or ".join(f"plan.{lever.field}={_text(value)}" for value in _others(lever, pinned, allowance)),
         )
     return (pinned,)
 
@@ -216,11 +234,35 @@ def _forbidden(lever: Lever, allowance: Allowance) -> str:
         return f"gives {lever.exact}, which plan.exact=bitwise forbids"
     if lever.field == "loss_chunk" and storage.head_adapted and storage.dropout:
         return "would change the draws of the dropout on the head's adapter"
+    if lever.field == "mlp_tile":
+        return _untiled(allowance)
     if lever.field == "optimizer_in_backward":
         return step_in_backward.refusal(recipe, allowance.precision, allowance.ranks)
     if lever.field == "embedding_placement":
         return _embedding_refusal(allowance)
     return ""
+
+
+def _untiled(allowance: Allowance) -> str:
+    """Why no MLP goes in tiles, as the end of a sentence."""
+    plan = allowance.recipe.plan
+    if not allowance.storage.fast:
+        return "is for fast blocks, and they are off here"
+    if plan.activation_checkpointing not in ("auto", True):
+        return (
+            "is for blocks that are run again for their backward, and "
+            f"plan.activation_checkpointing={_text(plan.activation_checkpointing)} keeps what the MLP makes"
+        )
+    return ""
+
+
+def _before_tiles(lever: Lever, allowance: Allowance) -> str:
+    """What makes tiles possible where they are refused, as the beginning of a remedy."""
+    if lever.field != "mlp_tile" or allowance.recipe.plan.exact == "bitwise":
+        return ""
+    if allowance.storage.fast:
+        return "plan.activation_checkpointing=true or "
+    return "" if why_not_fast(allowance.shape, allowance.recipe) else "plan.fast_block=true or "
 
 
 def _embedding_refusal(allowance: Allowance) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Plan, Shape
+from finetune.machine.rates import Rates
 from finetune.memory import weight_streaming
 from finetune.memory.case import Case
 from finetune.memory.table import LEVERS
@@ -27,12 +28,14 @@ LENGTHS = 4096
 EQUAL = 0.03
 """Plans within this share of the fastest count as equally fast, since times are no better known than that: of these the one
 that asks least of the host, then the one that needs least memory is taken."""
+HEADS = {"device": 0, "visit": 1, "host": 2}
 
 
 @dataclass(frozen=True)
 class Decision:
     """The chosen plan and why. `alternatives` are the plans that no other beats in both bytes and time, smallest first;
-    `next_faster` is the faster plan that lacks least, with `lacks` bytes (None: nothing is faster)."""
+    `next_faster` is the faster plan that lacks least, with `lacks` bytes (None: nothing is faster). `seconds`: of a step, as
+    predicted from `rates`; `step_tokens`: of all ranks, without padding."""
 
     plan: Plan
     estimate: Estimate
@@ -44,6 +47,14 @@ class Decision:
     budget: Budget
     precision: str
     facts: Facts
+    seconds: float
+    step_tokens: float
+    rates: Rates
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted, of all ranks, without padding."""
+        return self.step_tokens / self.seconds
 
 
 def space_of(
@@ -82,24 +93,24 @@ def decide(
         fitting = [candidate for candidate in candidates if not budget.lack(candidate.estimate)]
     if not fitting:
         raise refusal(space, min(candidates, key=lambda each: (budget.lack(each.estimate), each.bytes)))
-    best = min(candidate.relative_seconds for candidate in fitting)
-    near = [candidate for candidate in fitting if candidate.relative_seconds <= best * (1 + EQUAL)]
+    best = min(candidate.seconds for candidate in fitting)
+    near = [candidate for candidate in fitting if candidate.seconds <= best * (1 + EQUAL)]
     chosen = min(near, key=lambda each: (_on_the_host(each.plan), each.bytes, each.relative_seconds))
     return _decision(space, chosen, candidates)
 
 
 def _on_the_host(plan: Plan) -> int:
-    """What of a plan uses the host's memory and the link: among equally fast plans the one with least is taken. A head there
-    reorders sums besides."""
+    """What of a plan uses the host's memory and the link: among equally fast plans the one with least is taken. A head that
+    passes in parts counts twice, since it reorders sums besides."""
     levers = sum(lever.to_host and getattr(plan, lever.field) != lever.off for lever in LEVERS.values())
-    return levers + (plan.head_placement == "host")
+    return levers + HEADS[plan.head_placement]
 
 
 def _decision(space: Space, chosen: Candidate, candidates: list[Candidate]) -> Decision:
-    base, budget = chosen.relative_seconds, space.budget
+    base, budget = chosen.seconds, space.budget
     # A plan that the host cannot hold is no alternative.
     held = [each for each in candidates if budget.host_lack(each.estimate) <= 0 or budget.device == "cpu"]
-    scaled = [replace(each, relative_seconds=each.relative_seconds / base) for each in held]
+    scaled = [replace(each, relative_seconds=each.seconds / base) for each in held]
     smallest = min(scaled, key=lambda each: (each.bytes, each.relative_seconds))
     faster = [each for each in scaled if each.relative_seconds < 1 - EQUAL and budget.lack(each.estimate)]
     next_faster = min(faster, key=lambda each: (budget.lack(each.estimate), each.relative_seconds), default=None)
@@ -117,6 +128,9 @@ def _decision(space: Space, chosen: Candidate, candidates: list[Candidate]) -> D
         budget=space.budget,
         precision=space.precision,
         facts=space.facts,
+        seconds=chosen.seconds,
+        step_tokens=space.step_tokens,
+        rates=space.case(plan).speed,
     )
 
 
@@ -177,9 +191,16 @@ def _of_streaming(plan: Plan, case: Case, recipe: Recipe) -> list[str]:
         f"weights streamed ({asked}): {blocks - plan.resident_blocks} of {blocks} blocks live on the host, {size(each)} each, "
         f"and take turns in {plan.slots} buffers of the GPU; estimated to cost {max(0.0, weight_streaming.slowdown(case)):.0%} of "
         "a recomputing step",
-        f"embedding on the {plan.embedding_placement}, head on the {plan.head_placement}"
-        + (" (on the host they pass in parts: reordered sums)" if plan.head_placement == "host" else ""),
+        f"embedding on the {plan.embedding_placement}, {_head(plan)}",
     ]
+
+
+def _head(plan: Plan) -> str:
+    if plan.head_placement == "visit":
+        return "head on the host, and whole on the device while losses are made"
+    return f"head on the {plan.head_placement}" + (
+        " (on the host they pass in parts: reordered sums)" if plan.head_placement == "host" else ""
+    )
 
 
 def _why(recipe: Recipe, field: str, otherwise: str) -> str:

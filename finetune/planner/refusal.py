@@ -118,7 +118,7 @@ def _proposals(recipe: Recipe) -> Iterator[tuple[tuple[str, ...], Recipe, str]]:
 def _tried(space: Space, keys: tuple[str, ...], recipe: Recipe, longest: int, note: str) -> Change:
     changed = replace(space, recipe=recipe, longest_row=longest)
     try:
-        candidates = changed.candidates(streamed=changed.may_stream)
+        candidates = changed.candidates(streamed=changed.may_stream, timed=False)
     except InputError as error:
         return Change(keys, 0, False, str(error))
     budget = changed.budget

@@ -6,11 +6,12 @@ what the smallest needs. The dict has the keys that `plan --json` promises.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Bytes, Plan, Shape
+from finetune.machine.rates import Rates
 from finetune.memory import weight_streaming
 from finetune.memory.case import Case, case_of
 from finetune.memory.storage import storage_of
@@ -57,8 +58,17 @@ def _headline(decision: Decision, shape: Shape, recipe: Recipe, hardware: Hardwa
     memory = f"{hardware.gpus} x {size(hardware.gpu_bytes)} GPU, " if hardware.gpus else ""
     return Text(
         f"{shape.name}: {shape.parameters / 1e6:,.1f} M parameters, trains {method}{base}, {decision.precision}\n"
-        f"on {hardware.name}: {memory}{size(hardware.host_bytes)} host memory free, {hardware.cores} cores"
+        f"on {hardware.name}: {memory}{size(hardware.host_bytes)} host memory free, {hardware.cores} cores\n"
+        f"seconds by {rates_in_words(decision.rates)}"
     )
+
+
+def rates_in_words(rates: Rates) -> str:
+    """Whose rates a plan's seconds come from."""
+    return {
+        "measured": f"the rates measured on this machine ({rates.name})",
+        "assumed": "the rates assumed of any CPU (`finetune bench` measures this machine's)",
+    }.get(rates.source, f"the {rates.source} of {rates.name}")
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -108,6 +118,7 @@ def _levers(decision: Decision, shape: Shape, recipe: Recipe) -> Table:
     facts = decision.facts
     storage = storage_of(shape, recipe, facts.precision, decision.plan.device)
     case = case_of(shape, storage, decision.plan, facts.longest_row, facts.rows, facts.state_bytes)
+    case = replace(case, rates=decision.rates)
     allowance = Allowance(recipe, shape, storage, facts.precision, decision.plan.ranks)
     table = _table("Levers", "lever", "value", "saves", "costs", "exactness", "what it does")
     table.columns[-1].justify, table.columns[-1].no_wrap = "left", False
@@ -142,9 +153,9 @@ def _streamed_row(table: Table, case: Case) -> None:
 
 
 def _neighbours(decision: Decision) -> Table:
-    table = _table("Other plans", "plan", "micro-batch", "levers", "bytes", "time", "lacks")
+    table = _table("Other plans", "plan", "micro-batch", "levers", "bytes", "s/step", "tokens/s", "time", "lacks")
     table.columns[2].justify, table.columns[2].no_wrap = "left", False
-    chosen = Candidate(decision.plan, decision.estimate, 1.0)
+    chosen = Candidate(decision.plan, decision.estimate, decision.seconds)
     rows = [("smallest", decision.smallest), ("chosen", chosen)]
     if decision.next_faster:
         rows.append(("next faster", decision.next_faster))
@@ -155,6 +166,8 @@ def _neighbours(decision: Decision) -> Table:
             str(plan.micro_batch),
             _on(plan),
             size(each.bytes),
+            f"{each.seconds:.3g}",
+            f"{decision.step_tokens / each.seconds:,.0f}",
             f"{each.relative_seconds:.2f}x",
             size(decision.lacks) if name == "next faster" else "",
         )
@@ -192,33 +205,44 @@ def _memory(plan: Plan, phases: dict[str, Bytes], host: Bytes) -> dict[str, Any]
     return {"gpu_bytes": by_phase, "host_bytes": {"process": _causes(host)}}
 
 
-def _candidate(each: Candidate) -> dict[str, Any]:
-    return {"plan": plan_dict(each.plan), "bytes": each.bytes, "relative_seconds": round(each.relative_seconds, 4)}
+def _times(seconds: float, step_tokens: float) -> dict[str, float]:
+    """Seconds of a step and tokens a second of all ranks, padding not counted."""
+    return {"seconds_per_step": float(f"{seconds:.4g}"), "tokens_per_s": float(f"{step_tokens / seconds:.4g}")}
+
+
+def _candidate(each: Candidate, step_tokens: float) -> dict[str, Any]:
+    return {
+        "plan": plan_dict(each.plan),
+        "bytes": each.bytes,
+        **_times(each.seconds, step_tokens),
+        "relative_seconds": round(each.relative_seconds, 4),
+    }
 
 
 def as_dict(decision: Decision, shape: Shape, recipe: Recipe, hardware: Hardware) -> dict[str, Any]:
     """The promised keys of `plan --json`, and some more.
 
     `gpu_bytes` and `host_bytes`: {phase: {cause: bytes, "total": bytes}} of one process; on a CPU the former is empty,
-    on a GPU the latter has one entry, `process`. `seconds_per_step` and `tokens_per_s` are null: rates are not measured
-    yet. `alternatives` are beaten by no plan in both bytes and time, smallest first; times are relative to the chosen
+    on a GPU the latter has one entry, `process`. `seconds_per_step` and `tokens_per_s` are predicted from the hardware's
+    rates, of all ranks and without padding. `alternatives` are beaten by no plan in both bytes and time, smallest first; times are relative to the chosen
     plan's.
     """
+    faster, tokens = decision.next_faster, decision.step_tokens
+    next_faster = {**_candidate(faster, tokens), "lacks": decision.lacks} if faster else None
     return {
         "fits": True,
         "plan": plan_dict(decision.plan),
         **_memory(decision.plan, decision.estimate.phases, decision.estimate.host),
-        "seconds_per_step": None,
-        "tokens_per_s": None,
-        "smallest": _candidate(decision.smallest),
-        "next_faster": {**_candidate(decision.next_faster), "lacks": decision.lacks} if decision.next_faster else None,
-        "alternatives": [_candidate(each) for each in decision.alternatives],
+        **_times(decision.seconds, decision.step_tokens),
+        "smallest": _candidate(decision.smallest, decision.step_tokens),
+        "next_faster": next_faster,
+        "alternatives": [_candidate(each, decision.step_tokens) for each in decision.alternatives],
         "reasons": list(decision.reasons),
         "budget": {"device_bytes": decision.budget.device_bytes, "host_bytes": decision.budget.host_bytes},
         "precision": decision.precision,
         "model": {"name": shape.name, "parameters": shape.parameters},
         "recipe": recipe.recipe,
-        "hardware": {field.name: getattr(hardware, field.name) for field in fields(hardware)},
+        "hardware": {**asdict(hardware), "rates": decision.rates.as_dict()},
     }
 
 

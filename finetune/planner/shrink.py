@@ -61,9 +61,9 @@ def smaller(space: Space, decision: Decision, only_in_place: bool = False) -> De
         return None
     clear = [each for each in found if each.estimate.step_tensors <= planned * (1 - CLEARLY)]
     if clear:
-        chosen = min(clear, key=lambda each: (each.relative_seconds, each.estimate.step_tensors))
+        chosen = min(clear, key=lambda each: (each.seconds, each.estimate.step_tensors))
     else:
-        chosen = min(found, key=lambda each: (each.estimate.step_tensors, each.relative_seconds))
+        chosen = min(found, key=lambda each: (each.estimate.step_tensors, each.seconds))
     needs = size(chosen.estimate.step_tensors)
     return _taken(decision, chosen, f"memory ran out in a plan of {size(planned)}; this one's step needs {needs}")
 
@@ -72,7 +72,9 @@ def again(space: Space, decision: Decision, wanted: Mapping[str, Any]) -> Decisi
     """The decision for a plan that an earlier part of the run went over to; None where it is no plan of this space (other
     pins, another machine)."""
     for each in _candidates(space):
-        if mechanics(each.plan) == dict(wanted):
+        values = mechanics(each.plan)
+        # An earlier version does not say all of them.
+        if all(values.get(name) == value for name, value in wanted.items()):
             return _taken(
                 decision,
                 each,
@@ -113,4 +115,10 @@ def _candidates(space: Space) -> list[Candidate]:
 def _taken(decision: Decision, chosen: Candidate, reason: str) -> Decision:
     kept = tuple(text for text in decision.reasons if not text.startswith("memory ran out"))
     reasons = (*kept, reason)
-    return replace(decision, plan=replace(chosen.plan, reasons=reasons), estimate=chosen.estimate, reasons=reasons)
+    return replace(
+        decision,
+        plan=replace(chosen.plan, reasons=reasons),
+        estimate=chosen.estimate,
+        seconds=chosen.seconds,
+        reasons=reasons,
+    )

@@ -1,8 +1,7 @@
 """The space of plans of one recipe on one machine: micro-batch x the levers' choices, each with its bytes and its time.
 
-It is walked whole, and the same input gives the same plans in the same order. Time is relative: operations from the
-shape, the levers' own slowdowns, what a small micro-batch wastes, and padding. Rates of the machine are not measured
-yet, so seconds are not known.
+It is walked whole, and the same input gives the same plans in the same order. Seconds are those of memory/step_time at the
+machine's rates, with the levers' own slowdowns and padding.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Plan, Shape
 from finetune.errors import InputError
-from finetune.memory import weight_streaming
+from finetune.memory import mlp_tiles, weight_streaming
 from finetune.memory.case import Case, case_of
-from finetune.memory.checkpointing import step_operations
+from finetune.memory.step_time import step_seconds, sums_of
 from finetune.memory.storage import Storage, storage_of
 from finetune.memory.table import LEVERS
 from finetune.planner.budget import Budget, budget_of, device_of, precision_of
@@ -27,14 +26,15 @@ from finetune.planner.hardware import Hardware
 from finetune.planner.pins import Allowance, lever_choices, micro_batches, why_not_streamed
 
 Place = Literal["device", "host"]
-THIN = {"cpu": 8.0, "cuda": 64.0}
-"""Tokens that a micro-batch costs beyond its own, because its matrix products are thin."""
-OVERHEAD = {"cpu": 5e-3 * 5e10, "cuda": 1.5e-3 * 5e14}
-"""Operations that a block could do while its forward and backward are only being launched: seconds a block (a tiny Llama
-on a CPU; some 300 launches on a GPU) times the rate. Assumed until the machine's rates are measured."""
-DECODE = {"cpu": 1e-9 * 5e10, "cuda": 0.9e-12 * 5e14}
-"""Operations that could be done while one coded weight (4 or 8 bits) is decoded, which every micro-batch does anew: seconds
-a weight times the rate. Assumed from one H200."""
+HeadPlace = Literal["device", "visit", "host"]
+OF_STREAMING = (
+    "activation_checkpointing",
+    "activation_offload",
+    "optimizer_placement",
+    "optimizer_in_backward",
+    "embedding_placement",
+)
+"""Levers whose time a streamed step's own seconds hold."""
 MEAN_SHARE = 0.5
 """The mean length of rows that are not packed, as a share of the longest, where the rows are not known. An assumption: it
 says how much padding grows with the micro-batch."""
@@ -60,11 +60,12 @@ def update_bytes(recipe: Recipe) -> UpdateBytes:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan with its bytes and its time relative to that of the chosen plan (below 1: faster)."""
+    """One plan with its bytes, the seconds of its step, and these relative to the chosen plan's (below 1: faster)."""
 
     plan: Plan
     estimate: Estimate
-    relative_seconds: float
+    seconds: float
+    relative_seconds: float = 1.0
 
     @property
     def bytes(self) -> int:
@@ -117,7 +118,8 @@ class Space:
         """A plan of this space as cost models see it."""
         facts = self.facts
         made = case_of(self.shape, self.storage, plan, facts.longest_row, facts.rows, facts.state_bytes)
-        return replace(made, update_bytes=facts.update_bytes)
+        rates = self.hardware.rates if self.hardware.device == self.storage.device else None
+        return replace(made, update_bytes=facts.update_bytes, rates=rates, sums=sums_of(made))
 
     @property
     def may_stream(self) -> bool:
@@ -125,8 +127,8 @@ class Space:
         wanted = self.recipe.plan.weights
         return wanted == "auto" and self.storage.device == "cuda" and not why_not_streamed(self.recipe, self.ranks)[0]
 
-    def candidates(self, streamed: bool = False) -> list[Candidate]:
-        """Every plan, larger micro-batches and fewer levers first; times are relative to the fastest. InputError for pins
+    def candidates(self, streamed: bool = False, timed: bool = True) -> list[Candidate]:
+        """Every plan, larger micro-batches and fewer levers first; not `timed`: only their bytes, 0 seconds. InputError for pins
         that no plan keeps. Streamed plans are among them where the recipe asks for them, or with `streamed`."""
         storage, rows = self.storage, self.rows
         choices = [lever_choices(lever, self.allowance) for lever in LEVERS.values()]
@@ -138,6 +140,8 @@ class Space:
             levers = dict(zip(fields, values, strict=True))
             if levers["optimizer_in_backward"] and count < rows:
                 continue
+            if levers["mlp_tile"] and not self._tiles(levers, count):
+                continue
             plan = Plan(
                 device=storage.device,
                 micro_batch=count,
@@ -148,10 +152,10 @@ class Space:
             )
             base = replace(base, plan=plan) if base else self.case(plan)
             if self.recipe.plan.weights != "streamed":
-                found.append(Candidate(plan, estimate_case(base, by_tokens), self._cost(base)))
+                found.append(Candidate(plan, estimate_case(base, by_tokens), self._seconds(base) if timed else 0.0))
             for other in self._streamed(plan) if streamed or self.recipe.plan.weights == "streamed" else ():
                 base = replace(base, plan=other)
-                found.append(Candidate(other, estimate_case(base, by_tokens), self._cost(base)))
+                found.append(Candidate(other, estimate_case(base, by_tokens), self._seconds(base) if timed else 0.0))
         if not found:
             raise InputError(
                 f"plan.optimizer_in_backward=true needs one micro-batch a step, and plan.micro_batch="
@@ -159,8 +163,16 @@ class Space:
                 where="plan.optimizer_in_backward",
                 remedy=f"plan.micro_batch={rows} or auto, or plan.optimizer_in_backward=false",
             )
-        fastest = min(candidate.relative_seconds for candidate in found)
-        return [replace(each, relative_seconds=each.relative_seconds / fastest) for each in found]
+        return found
+
+    def _tiles(self, levers: dict[str, Any], count: int) -> bool:
+        """Whether a micro-batch's MLP can go in these tiles; of those that nobody pinned, whether they are its own."""
+        if levers["activation_checkpointing"] is not True:
+            return False
+        if self.recipe.plan.mlp_tile != "auto":
+            return True
+        tile: int = levers["mlp_tile"]
+        return tile == mlp_tiles.worth_trying(count * self.longest_row)
 
     def _streamed(self, plan: Plan) -> Iterator[Plan]:
         """This plan with its weights streamed, if it has what streaming does by itself: by where embedding and head are, and
@@ -183,35 +195,46 @@ class Space:
                 embedding = head = "host"
             yield replace(streamed, resident_blocks=count, embedding_placement=embedding, head_placement=head)
 
-    def _ends(self, embedding: Place) -> list[tuple[Place, Place]]:
-        """Where embedding and head may be in a streamed plan: a pin, or the device and, where it is exact, the host."""
+    def _ends(self, embedding: Place) -> list[tuple[Place, HeadPlace]]:
+        """Where embedding and head may be in a streamed plan: a pin, or the device and, where it is exact, the host; the fastest
+        first."""
         wanted, storage = self.recipe.plan, self.storage
-        heads: list[Place] = ["device"] if wanted.head_placement == "auto" else [wanted.head_placement]
+        heads: list[HeadPlace] = ["device"] if wanted.head_placement == "auto" else [wanted.head_placement]
         plain = storage.fast and not storage.own_head and self.recipe.plan.exact != "bitwise"
+        if wanted.head_placement == "auto" and not (storage.own_head or self.shape.tied):
+            heads.append("visit")
         if wanted.head_placement == "auto" and plain:
             heads.append("host")
         if wanted.embedding_placement != "auto" or not (storage.trained and plain):
             return [(embedding, head) for head in heads]
         # Trained, both go together: one of them alone on the device takes most of what the other frees.
-        return [(head, head) for head in heads]
+        return [("device" if head == "device" else "host", head) for head in heads]
 
-    def _cost(self, case: Case) -> float:
-        """Operations of one rank's step, with what levers, thin micro-batches and padding add."""
-        plan = case.plan
-        slower = 1.0 + sum(lever.slowdown(case) for lever in LEVERS.values() if getattr(plan, lever.field) != lever.off)
-        rows = max(case.rows, plan.micro_batch)
-        if plan.weights == "streamed":
-            slower += weight_streaming.slowdown(case)
-        operations = step_operations(self.shape, case.storage, self.longest_row)
-        passes = 2 if plan.activation_checkpointing is False else 3
-        decoded = passes * self.shape.linear_parameters if case.storage.coded else 0
-        if plan.weights == "streamed" and plan.fast_block:
-            # Once a block's turn, whatever the number of micro-batches.
-            decoded = decoded * plan.micro_batch // rows
-        launches = OVERHEAD[plan.device] + decoded * DECODE[plan.device]
-        overhead = THIN[plan.device] + self.shape.blocks * launches / operations
-        tokens = rows * self._padded(min(plan.micro_batch, rows)) + -(-rows // plan.micro_batch) * overhead
-        return operations * slower * tokens
+    def _seconds(self, case: Case) -> float:
+        """Seconds of one rank's step, with what levers, small micro-batches and padding add."""
+        rows = min(case.plan.micro_batch, case.step_rows)
+        timed = replace(case, filled=self._padded(rows) / self.longest_row)
+        return self._steps * seconds_of(timed)
+
+    @property
+    def mean_row(self) -> float:
+        """Tokens of a row without its padding, in the mean."""
+        if self.recipe.data.pack:
+            return float(self.longest_row)
+        if self.lengths:
+            return sum(self.lengths) / len(self.lengths)
+        return MEAN_SHARE * self.longest_row
+
+    @property
+    def step_tokens(self) -> float:
+        """Tokens of a step of all ranks, without padding."""
+        train = self.recipe.train
+        return float(train.batch_tokens or 0) if train.batch is None else train.batch * self.mean_row
+
+    @property
+    def _steps(self) -> float:
+        """How much longer a step is than one of `rows` rows: one of so many tokens has more rows where they are short."""
+        return max(1.0, self.step_tokens / (self.ranks * self.rows * self.mean_row))
 
     def _padded(self, rows: int) -> float:
         """Tokens a row with its padding: the mean longest of `rows` lengths as the rows are, else the expected one of
@@ -226,3 +249,15 @@ class Space:
                 return float(np.asarray(self.lengths[:whole]).reshape(-1, rows).max(1).mean())
             return float(max(self.lengths))
         return 2 * MEAN_SHARE * self.longest_row * rows / (rows + 1)
+
+
+def seconds_of(case: Case) -> float:
+    """Seconds of one rank's step by this case's plan."""
+    plan, streamed = case.plan, case.plan.weights == "streamed"
+    levers = [lever for lever in LEVERS.values() if getattr(plan, lever.field) != lever.off]
+    if not streamed:
+        return step_seconds(case) * (1.0 + sum(lever.slowdown(case) for lever in levers))
+    # A head that passes makes its logits in parts of its own.
+    held = (*OF_STREAMING, "loss_chunk") if plan.head_placement == "host" else OF_STREAMING
+    more = sum(lever.slowdown(case) for lever in levers if lever.field not in held)
+    return weight_streaming.seconds(case) + step_seconds(case) * more

@@ -26,6 +26,7 @@ from finetune.memory.streaming.boundaries import Boundaries
 from finetune.memory.streaming.deferred import Deferred
 from finetune.memory.streaming.host_blocks import HostBlocks
 from finetune.memory.streaming.tall import Tall
+from finetune.memory.streaming.visit import Visit
 from finetune.models.fast import backbone
 from finetune.models.layerwise import Layers, check
 from finetune.optim.slices import Slicing, check_sliced
@@ -58,7 +59,9 @@ def host_blocks(
         return None
     places = {"embedding": plan.embedding_placement, "head": plan.head_placement}
     ends = frozenset(name for name, place in places.items() if place != "device")
-    return HostBlocks(device, recipe.adapter.kind == "none", plan.slots, plan.resident_blocks, room, told, ends)
+    made = HostBlocks(device, recipe.adapter.kind == "none", plan.slots, plan.resident_blocks, room, told)
+    made.ends = ends
+    return made
 
 
 def host_room(recipe: Recipe, free: int, processes: int) -> int:
@@ -86,14 +89,14 @@ def streamed(
     if any(units):
         check_sliced(optimizer, recipe.optimizer.name)
         deferred = Deferred(Slicing(optimizer), units, device)
-    ends = _ends(model, plan, layers, device, Slicing(optimizer), DTYPES[precision])
+    ends = _ends(model, plan, layers, host, Slicing(optimizer), DTYPES[precision])
     host.settled()
     made = Streamed(model, layers, host, deferred, Boundaries(device, plan.activation_offload), ends)
     made.settle()
     return made
 
 
-def _ends(model: Model, plan: Plan, layers: Any, device: torch.device, updates: Slicing, dtype: torch.dtype) -> Ends:
+def _ends(model: Model, plan: Plan, layers: Any, host: HostBlocks, updates: Slicing, dtype: torch.dtype) -> Ends:
     """Embedding and head on the host as the plan says; a frozen embedding there is looked up on the host (HostRows)."""
     table: Any = model.base.get_input_embeddings()
     head: Any = model.head
@@ -103,7 +106,7 @@ def _ends(model: Model, plan: Plan, layers: Any, device: torch.device, updates: 
 
     def tall(parameter: nn.Parameter) -> Tall:
         if id(parameter) not in made:
-            made[id(parameter)] = Tall(parameter, device, updates if parameter.requires_grad else None)
+            made[id(parameter)] = Tall(parameter, host.device, updates if parameter.requires_grad else None)
         return made[id(parameter)]
 
     embedding = None
@@ -126,7 +129,25 @@ def _ends(model: Model, plan: Plan, layers: Any, device: torch.device, updates: 
                 "plan.head_placement=device",
             )
         streamed_head = StreamedHead(layers, tall(head.weight), dtype)
-    return Ends(embedding, streamed_head)
+    visit = None
+    if plan.head_placement == "visit":
+        _check_visit(model, tied)
+        assert host.slots is not None
+        visit = Visit(tall(head.weight), host.slots.up)
+    return Ends(embedding, streamed_head, visit)
+
+
+def _check_visit(model: Model, tied: bool) -> None:
+    """ModelError for a head that cannot come whole and leave again as one matrix of its own."""
+    reason = "is more than one matrix (an adapter or a stored form)" if type(model.head) is not nn.Linear else ""
+    if tied:
+        reason = "is the embedding's matrix, whose gradient is not complete when the head leaves"
+    if reason:
+        raise ModelError(
+            f"the head of {type(model.base).__name__} {reason}, so it cannot visit the device",
+            "plan.head_placement",
+            "plan.head_placement=host where one matrix is embedding and head, else plan.head_placement=device",
+        )
 
 
 def assemble(
@@ -139,7 +160,7 @@ def assemble(
     tied = model.base.get_input_embeddings().weight is model.head.weight
     given = place_on_host(model.base, device) if lookup and not (host is not None and tied) else None
     if plan.fast_block:
-        model.fast = backbone.install(model, plan.attention, DTYPES[precision])
+        model.fast = backbone.install(model, plan.attention, DTYPES[precision], plan.mlp_tile)
     if host is not None:
         # A streamed step recomputes and offloads by itself.
         host.watch(model.blocks)

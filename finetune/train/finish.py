@@ -77,6 +77,8 @@ def summarize(job: Job, decision: Decision, after: list[dict[str, str]], result:
         "steps": progress.step,
         "seconds": round(progress.seconds, 3),
         "tokens_per_s": round(progress.tokens / max(progress.seconds, 1e-9), 2),
+        "tokens_per_s_planned": float(f"{decision.tokens_per_s:.4g}"),
+        "seconds_per_step_planned": float(f"{decision.seconds:.4g}"),
         "loss_first": progress.loss_first,
         "loss_last": progress.loss_last,
         "eval_before": progress.eval_before,
@@ -93,7 +95,12 @@ def summarize(job: Job, decision: Decision, after: list[dict[str, str]], result:
         "samples_before": progress.samples_before,
         "samples_after": after,
         "versions": versions(),
-        "hardware": {"device": device.type, "name": detect(device.type).name, "ranks": job.world.size},
+        "hardware": {
+            "device": device.type,
+            "name": detect(device.type).name,
+            "ranks": job.world.size,
+            "rates": decision.rates.as_dict(),
+        },
     }
 
 

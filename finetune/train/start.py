@@ -49,6 +49,7 @@ from finetune.train.folder import result_place, run_folder
 from finetune.train.job import Job, Progress, StopAskedError, StopSignal
 from finetune.train.loop import Loop
 from finetune.train.recovery import AgainError, MemoryFullError, memory_named, smaller_plan
+from finetune.train.run_rates import PLAN, hardware_of, stored
 
 SUMMARY = "summary.json"
 
@@ -102,7 +103,7 @@ def _run_in(
         return _already_complete(recipe, folder, progress, log)
     shape, planned = shape_for(recipe), as_planned(recipe)
     memory.clear(world.device)
-    hardware = detect(world.device.type)
+    hardware = hardware_of(world, checkpoint, log)
     longest = max(rows.longest_row for rows in (splits.train, *splits.evaluate.values()))
     lengths = order.lengths[order.permutation(0)]
     decision = world.agree(lambda: decide(planned, shape, hardware, world.size, longest, lengths))
@@ -189,7 +190,7 @@ def _train(job: Job, decision: Decision, steps: int, space: Space) -> Result:
             with job.stop, memory_named("saving after memory had run out"):
                 decision = smaller_plan(job, decision, space, full)
             job = replace(job, plan=decision.plan)
-            write_plan(job)
+            write_plan(job, decision)
     finally:
         if writer is not None:
             writer.close()
@@ -278,12 +279,13 @@ def rehearse(job: Job, decision: Decision) -> None:
             job.log.notice(notice)
     with writing(job.folder / "recipe.yaml"):
         save_recipe(job.recipe, job.folder / "recipe.yaml")
-    write_plan(job)
+    write_plan(job, decision)
 
 
-def write_plan(job: Job) -> None:
-    """Writes the plan in force into the run's folder."""
-    write_text(job.folder / "plan.yaml", _yaml(asdict(job.plan)))
+def write_plan(job: Job, decision: Decision) -> None:
+    """Writes the plan in force, and the rates that it was made with, into the run's folder."""
+    planned_with = stored(decision.rates, detect(job.world.device.type).name)
+    write_text(job.folder / PLAN, _yaml({**asdict(job.plan), **planned_with}))
 
 
 def _yaml(values: dict[str, Any]) -> str:

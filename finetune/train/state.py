@@ -28,6 +28,7 @@ SHOWN_MECHANICS = (
     "micro_batch",
     "activation_checkpointing",
     "loss_chunk",
+    "mlp_tile",
     "fast_block",
     "attention",
     "embedding_placement",

@@ -24,6 +24,7 @@ from finetune.memory.streaming.deferred import Deferred
 from finetune.memory.streaming.host_blocks import HostBlocks
 from finetune.memory.streaming.lanes import wait
 from finetune.memory.streaming.tall import Tall
+from finetune.memory.streaming.visit import Visit
 from finetune.memory.weight_streaming import AHEAD, BEHIND
 from finetune.train.streamed_ends import StreamedEmbedding, StreamedHead
 
@@ -77,6 +78,8 @@ class Streamed:
             if self.ends.head is not None:
                 self._fetch_first(len(parts))
                 losses = self.ends.head.run(batches, carry, enter, factor)
+            elif self.ends.visit is not None:
+                losses = self._head_on_a_visit(self.ends.visit, parts, carry, enter, loss_of)
             else:
                 losses = self._head(parts, carry, enter, loss_of)
             self._backward(parts, carry, enter)
@@ -84,6 +87,8 @@ class Streamed:
         finally:
             self._leaving.clear()
             self.boundaries.end()
+            if self.ends.visit is not None:
+                self.ends.visit.end()
 
     def _begin(self, batches: Sequence[Batch], enter: Any) -> tuple[list[Part], list[Tensor]]:
         parts, carry = [], []
@@ -106,6 +111,9 @@ class Streamed:
         for number in range(count):
             with self.slots.using(number):
                 self._update(number, ahead=True)
+                if number == count - 1 and self.ends.visit is not None and not self.ends.visit.trained:
+                    self.slots.lend(number)
+                    self.ends.visit.ask()
                 with self.layers.turn(number):
                     self._forward_block(number, parts, carry, enter)
         self._let_go(0)
@@ -147,6 +155,16 @@ class Streamed:
             carry[at] = gradient_BSD
         return losses
 
+    def _head_on_a_visit(
+        self, visit: Visit, parts: list[Part], carry: list[Tensor], enter: Any, loss_of: Any
+    ) -> list[Tensor]:
+        """The head has the room of all slots but the last block's, which comes first in backward."""
+        self.slots.lend(len(self.model.blocks) - 1)
+        with visit.there():
+            losses = self._head(parts, carry, enter, loss_of)
+        self.slots.take_back()
+        return losses
+
     def _backward(self, parts: list[Part], carry: list[Tensor], enter: Any) -> None:
         for number in reversed(range(self.first, len(self.model.blocks))):
             with self.slots.using(number):
@@ -154,6 +172,8 @@ class Streamed:
                     self._backward_block(number, parts, carry, enter)
                 if self.deferred is not None:
                     self.deferred.lower(number)
+            if self.ends.visit is not None:
+                self.ends.visit.let_go()
         for at, part in enumerate(parts):
             if part.edge is not None:
                 torch.autograd.backward([part.edge], [carry[at]])
@@ -274,15 +294,16 @@ class Streamed:
 
 @dataclass(frozen=True)
 class Ends:
-    """Embedding and head where they are on the host (None: on the device)."""
+    """Embedding and head where they are on the host (None: on the device). A head passes in parts, or visits the device."""
 
     embedding: StreamedEmbedding | None = None
     head: StreamedHead | None = None
+    visit: Visit | None = None
 
     @property
     def all(self) -> list[Tall]:
         """Their matrices, a shared one once."""
-        talls = [end.tall for end in (self.embedding, self.head) if end is not None]
+        talls = [end.tall for end in (self.embedding, self.head, self.visit) if end is not None]
         return list({id(tall): tall for tall in talls}.values())
 
     @property

@@ -12,8 +12,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
+from finetune.config.schema import Recipe
+from finetune.memory import activations, checkpointing
+from finetune.memory.storage import Work, storage_of
 from finetune.models.fast.attention import Look
 from finetune.models.fast.block import FastBlock, Inputs
+from finetune.models.shapes import shape_of
 
 pytestmark = pytest.mark.gpu
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -77,3 +81,39 @@ def test_errors_against_fp32_are_no_larger_than_transformers(lora: bool, recompu
         error = [float((found[name] - right).norm() / right.norm()) for found in (ours, theirs)]
         assert error[0] <= 1.1 * error[1] + 1e-4, (name, error)
         assert error[0] < 0.02, (name, error)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_an_mlp_in_tiles_gives_the_same_values_and_frees_what_the_plan_says(lora: bool) -> None:
+    """16,384 tokens in tiles of 2,048."""
+    layer, config = layer_of(lora)
+    x = torch.randn(4, 4096, 4096, device="cuda").bfloat16()
+    grad = torch.randn_like(x)
+    tables = modeling_llama.LlamaRotaryEmbedding(config).cuda()(x, torch.arange(4096, device="cuda")[None])
+    block, inputs = FastBlock(layer), Inputs(*tables, Look("flash"), torch.bfloat16)
+    block.recompute = True
+    found, peaks = [], []
+    for tile in (0, 2048):
+        block.mlp_tile = tile
+        found.append(outcome(lambda own: block(own, inputs=inputs), block, x, grad, autocast=False))
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        block.gradients(x, grad, inputs, True)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        layer.zero_grad()
+    whole, tiled = found
+    assert whole.keys() == tiled.keys()
+    for name, right in whole.items():
+        assert float((tiled[name] - right).norm() / right.norm()) < 0.01, name
+    adapter = {"kind": "lora", "rank": 16, "targets": LINEARS} if lora else {"kind": "none"}
+    model = {"path": "x", "trained": "fp32" if lora else "stochastic"}
+    recipe = Recipe.model_validate({"model": model, "adapter": adapter, "plan": {"fast_block": True}})
+    shape = shape_of(config)
+    storage = storage_of(shape, recipe, "bf16", "cuda")
+    planned = []
+    for tile in (0, 2048):
+        work = Work(4, 4096, tile)
+        again = checkpointing.recomputed_bytes(shape, storage, work, True)
+        planned.append(again + activations.block_workspace(shape, storage, work))
+    assert planned[0] - planned[1] == pytest.approx(peaks[0] - peaks[1], rel=0.05), (planned, peaks)

@@ -55,6 +55,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder(tmp_path_factory.mktemp("llama"), torch.bfloat16, "cuda", **form)
 
 
+@pytest.fixture(scope="module")
+def large_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `llama`, of four layers, with 32,768 words."""
+    form = {
+        "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "initializer_range": 0.02,
+    }  # fmt: skip
+    return model_folder(tmp_path_factory.mktemp("large-head"), torch.bfloat16, "cuda", **form)
+
+
 def rows_of(packed: bool) -> list[Row]:
     """Twelve rows: three documents each, or one of an uneven length."""
     draw = np.random.default_rng(5)
@@ -131,7 +141,41 @@ def test_embedding_and_head_in_parts_train_alike(
     assert found == pytest.approx(wanted, rel=2e-2)
     peaks = [run.summary["peak_gpu_bytes_measured"] for run in (resident, streamed)]
     assert peaks[1] < peaks[0]
-    assert peaks[1] <= 1.05 * streamed.summary["peak_gpu_bytes_planned"]
+    # cuBLAS's workspaces (two of 32 MiB) are a twentieth of a model this small, and are planned as a share of it.
+    assert peaks[1] <= 1.05 * streamed.summary["peak_gpu_bytes_planned"] + 2**26
+
+
+@pytest.mark.parametrize("kind", ["none", "lora"])
+@pytest.mark.parametrize("chunk", [0, 256])
+def test_a_head_that_visits_gives_the_bits_of_one_on_the_device(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, kind: str, chunk: int
+) -> None:
+    """Losses, norms, every weight and state after four steps; its update in four parts of the vocabulary."""
+    monkeypatch.setattr(norms, "TALL_ELEMENTS", 512 * 4096)
+    full = kind == "none"
+    recipe = recipe_of(
+        llama, kind, model={**BF16, **({"trained": "stochastic"} if full else {})}, train={"max_grad_norm": 1.0},
+        optimizer={"name": "adamw8bit" if full else "adamw", "lr": 1e-4, "epsilon": 1e-8},
+    )  # fmt: skip
+    rows, device = rows_of(False), torch.device("cuda", 0)
+    plan = replace(PLAN, weights="streamed", activation_offload=True, micro_batch=1, loss_chunk=chunk)
+    wanted = taken(loaded_job(recipe, plan, rows, device), 3)
+    found = taken(loaded_job(recipe, replace(plan, head_placement="visit"), rows, device), 3)
+    assert_same_bits(wanted, found)
+    assert len(set(wanted.losses)) == 3
+
+
+@pytest.mark.parametrize("kind", ["none", "lora"])
+def test_a_head_that_visits_lowers_the_peak(large_head: Path, tmp_path: Path, kind: str) -> None:
+    """A head of a quarter of a GiB: on the device in backward of a block too, or only where losses are made."""
+    peaks = []
+    for head in ("device", "visit"):
+        plan = {"weights": "streamed", "head_placement": head, "embedding_placement": "device", "micro_batch": 4}
+        (tmp_path / head).mkdir()
+        run = finetune.run(run_recipe(tmp_path / head, large_head, kind, {**plan, "activation_offload": True}))
+        peaks.append(run.summary["peak_gpu_bytes_measured"])
+        assert peaks[-1] <= 1.05 * run.summary["peak_gpu_bytes_planned"]
+    assert peaks[1] < peaks[0]
 
 
 def test_pages_can_be_pinned_given_back_and_pinned_again() -> None:

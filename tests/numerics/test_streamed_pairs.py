@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from finetune.contracts import IGNORED, Plan, Row
+from finetune.errors import ModelError
 from finetune.kernels import norms
 from finetune.train import streamed_ends
 from finetune.train.step import train_step
@@ -178,6 +179,32 @@ def test_streamed_jobs_give_the_bits_of_resident_ones(untied: Path, case: tuple[
     assert len(set(resident.losses)) == 4
 
 
+TILED = (
+    ("full", "padded", "same", 0.0),
+    ("full", "packed", "same", 0.0),
+    ("lora", "padded", "same", 0.1),
+    ("lora", "padded", "nf4", 0.0),
+)
+
+
+@pytest.mark.parametrize(("kind", "rows", "base", "dropout"), TILED)
+def test_an_mlp_in_tiles_trains_alike_resident_and_streamed_and_as_untiled(
+    untied: Path, kind: str, rows: str, base: str, dropout: float
+) -> None:
+    """The same tiles give the same bits wherever the weights live; against whole MLPs sums are reordered."""
+    sections: dict[str, Any] = {"model": {"base": base}, "data": {"pack": rows == "packed"}}
+    if kind == "lora":
+        sections["adapter"] = {"dropout": dropout}
+    recipe = recipe_of(untied, kind, **sections)
+    whole = replace(PLAN, fast_block=True)
+    tiled = replace(whole, mlp_tile=5)
+    streamed = replace(tiled, weights="streamed", activation_offload=True)
+    outcomes = [taken(loaded_job(recipe, plan, ROWS[rows]())) for plan in (whole, tiled, streamed)]
+    assert_same_bits(outcomes[1], outcomes[2])
+    assert outcomes[1].losses == pytest.approx(outcomes[0].losses, rel=1e-6)
+    assert outcomes[1].norms == pytest.approx(outcomes[0].norms, rel=1e-5)
+
+
 ENDS = {"embedding_placement": "host", "head_placement": "host"}
 
 
@@ -219,6 +246,75 @@ def test_ends_that_pass_in_parts_train_as_resident_ones(
     assert len(ends.all) == (1 if tie == "tied" or kind == "lora" else 2)
     assert len(ends.head._groups()) > 1 or kind == "full"
     assert sum(len(each.places) for each in ends.head._labelled) > 2 * 7
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_head_that_visits_gives_the_bits_of_one_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, untied: Path, kind: str, fast: bool, rows: str, micro: int
+) -> None:
+    """Its update is made in three parts, and nothing of it is on the device when a block computes."""
+    monkeypatch.setattr(norms, "TALL_ELEMENTS", 256 * 64)
+    recipe = recipe_of(untied, kind, train={"max_grad_norm": 0.05}, data={"pack": rows == "packed"})
+    plan = replace(PLAN, micro_batch=micro, loss_chunk=16, fast_block=fast, weights="streamed", activation_offload=True)
+    wanted = taken(loaded_job(recipe, plan, ROWS[rows]()))
+    job = loaded_job(recipe, replace(plan, head_placement="visit"), ROWS[rows]())
+    assert_same_bits(wanted, taken(job))
+    assert job.update.stream is not None
+    ends = job.update.stream.ends
+    assert ends.head is None
+    assert ends.visit is not None
+    assert len(ends.visit.tall.parts) == 3
+    assert job.model.head.weight.data_ptr() == ends.visit.tall.weight_VD.data_ptr()
+    assert job.model.head.weight.grad is None
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_head_that_visits_beside_an_embedding_on_the_host(untied: Path, kind: str) -> None:
+    """The embedding's sums are in another order where it is trained; the head changes no bit beside it."""
+    recipe = recipe_of(untied, kind, train={"max_grad_norm": 1.0}, optimizer={"name": "adamw8bit"})
+    plan = replace(PLAN, fast_block=True, weights="streamed", embedding_placement="host")
+    wanted = taken(loaded_job(recipe, plan, padded_rows()))
+    job = loaded_job(recipe, replace(plan, head_placement="visit"), padded_rows())
+    assert_same_bits(wanted, taken(job))
+    assert job.update.stream is not None
+    assert len(job.update.stream.ends.all) == (2 if kind == "full" else 1)
+
+
+def test_a_head_that_is_also_the_embedding_does_not_visit(tied: Path) -> None:
+    recipe, plan = recipe_of(tied, "full"), replace(PLAN, fast_block=True, weights="streamed", head_placement="visit")
+    with pytest.raises(ModelError, match="is the embedding's matrix"):
+        loaded_job(recipe, plan, padded_rows())
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_visit_that_breaks_inside_an_update_leaves_the_rest_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, untied: Path, at: int
+) -> None:
+    """Three parts of the head: the step that failed in one is made again with the same rows."""
+    monkeypatch.setattr(norms, "TALL_ELEMENTS", 256 * 64)
+    recipe = recipe_of(untied, "full", optimizer={"name": "adamw"}, train={"max_grad_norm": 0.5})
+    plan = replace(PLAN, weights="streamed", head_placement="visit")
+    wanted = taken(loaded_job(recipe, plan, padded_rows()), 3)
+    job = loaded_job(recipe, plan, padded_rows())
+    losses = taken(job, 1).losses
+    losses.append(train_step(job, range(4, 8), 10).loss)
+    job.progress.step += 1
+    assert job.update.stream is not None
+    visit = job.update.stream.ends.visit
+    assert visit is not None
+    plain = visit.tall.updates
+    visit.tall.updates = Breaking(plain, at)
+    with pytest.raises(MemoryError):
+        train_step(job, range(8, 12), 10)
+    assert job.model.head.weight.data_ptr() == visit.tall.weight_VD.data_ptr()
+    visit.tall.updates = plain
+    losses.append(train_step(job, range(8, 12), 10).loss)
+    job.update.wait()
+    assert losses == wanted.losses
+    assert different(tensors_of(job), wanted.tensors) == []
 
 
 class Breaking:

@@ -19,6 +19,8 @@ OFFLOADED = {"plan__activation_offload": True}
 BF16 = {"model__precision": "bf16"}
 DROPPED = {"adapter__dropout": 0.1}
 PACKED = {"data__pack": True, "data__max_tokens": 256}
+VISIT = {"plan__head_placement": "visit"}
+HERE = {"plan__embedding_placement": "device"}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # name: what is trained, what both runs have, what the streamed one has beside it
     "full": ("none", {}, {}),
@@ -44,6 +46,28 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "lora nf4 micro 1": ("lora", {"model__base": "nf4", "plan__micro_batch": 1}, {}),
     "lora fast int8": ("lora", {**FAST, "model__base": "int8"}, {}),
     "lora fp8": ("lora", {"model__base": "fp8"}, OFFLOADED),
+    "full fast head visits": ("none", {**FAST, **HERE}, VISIT),
+    "full head visits, packed, micro 1": (
+        "none",
+        {**PACKED, **HERE, "plan__micro_batch": 1, "train__max_grad_norm": 0.05},
+        {**VISIT, **OFFLOADED},
+    ),
+    "full fast stochastic adamw8bit, head visits": (
+        "none",
+        {**FAST, **HERE, **BF16, "model__trained": "stochastic", "optimizer__name": "adamw8bit"},
+        {**VISIT, "plan__resident_blocks": 99},
+    ),
+    "lora head visits": ("lora", DROPPED, VISIT),
+    "lora fast packed head visits, micro 1": (
+        "lora",
+        {**FAST, **PACKED, "plan__micro_batch": 1},
+        {**VISIT, **OFFLOADED},
+    ),
+    "lora fast nf4 head visits, plain loss": (
+        "lora",
+        {**FAST, "model__base": "nf4", "plan__loss_chunk": 0},
+        VISIT,
+    ),
     "lora some layers": ("lora", {**FAST, "adapter__targets": ["model.layers.1.mlp.*_proj"]}, OFFLOADED),
 }
 
@@ -99,7 +123,14 @@ def test_embedding_and_head_that_pass_in_parts(
         torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=2e-5 if optimizer == "adamw" else 1e-3, msg=name)
 
 
-@pytest.mark.parametrize("ends", [{}, {"plan__embedding_placement": "host", "plan__head_placement": "host"}])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        {},
+        {"plan__embedding_placement": "host", "plan__head_placement": "host"},
+        {"plan__embedding_placement": "host", "plan__head_placement": "visit"},
+    ],
+)
 def test_an_interrupted_streamed_run_ends_with_the_same_bits(
     tiny: dict[str, Any], tmp_path: Path, ends: dict[str, Any]
 ) -> None:

@@ -96,6 +96,8 @@ def kinds(tiny: dict[str, Any], kind: str) -> tuple[dict[str, Any], Any, str, in
         "streamed": (streamed, Layers, "backward", 1),
         "streamed forward": (streamed, Layers, "forward", 1),
         "streamed lora": (changed(lora, plan__weights="streamed"), Layers, "backward", 2),
+        "streamed visit": (changed(streamed, plan__head_placement="visit"), Layers, "backward", 1),
+        "streamed visit forward": (changed(streamed, plan__head_placement="visit"), Layers, "forward", 1),
         "streamed ends": (changed(whole, plan=ends), FastLayers, "backward", 2),
         "streamed ends forward": (changed(whole, plan=ends), FastLayers, "forward", 1),
     }[kind]
@@ -124,7 +126,7 @@ def planned_so(recipe: dict[str, Any], plans: list[dict[str, Any]], steps: list[
 
 @pytest.mark.parametrize(
     "kind", ["lora", "full", "packed", "rebuilt", "eight bits", "streamed", "streamed forward", "streamed lora",
-             "streamed ends", "streamed ends forward"],
+             "streamed visit", "streamed visit forward", "streamed ends", "streamed ends forward"],
 )  # fmt: skip
 def test_it_goes_on_with_the_bits_of_the_smaller_plan(
     tiny: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str

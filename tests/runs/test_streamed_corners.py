@@ -133,6 +133,23 @@ def test_ends_that_move_between_two_parts_of_a_run_are_told(
     assert "bits may: embedding_placement device then, host now; head_placement device then, host now" in told
 
 
+@pytest.mark.parametrize("kind", ["none", "lora"])
+def test_a_head_that_begins_or_ceases_to_visit_midway_changes_no_bit(
+    tiny: dict[str, Any], tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the device, visiting, resident; evaluated, saved and resumed between; the change is told."""
+    recipe = changed(streamed(tiny, kind), optimizer__name="adamw8bit", train__max_grad_norm=0.05)
+    recipe = changed(recipe, schedule__name="constant", evaluate__every=1, plan__embedding_placement="device")
+    straight = finetune.run(changed(recipe, run__dir=str(tmp_path / "straight"), train__max_steps=6))
+    folder = str(tmp_path / "moved")
+    places = ({"plan__head_placement": "device"}, {"plan__head_placement": "visit"}, {"plan__weights": "resident"})
+    for steps, keys in zip((2, 4, 6), places, strict=True):
+        finetune.run(changed(recipe, run__dir=folder, train__max_steps=steps, resume="auto", **keys))
+    assert same_bits(straight.dir, Path(folder))
+    assert column(Path(folder), "loss") == column(straight.dir, "loss")
+    assert "head_placement device then, visit now" in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize("ends", [False, True])
 def test_rows_of_a_step_that_diverges_are_looked_at_on_a_whole_model(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool

@@ -40,6 +40,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (LORA, {"plan__head_placement": "host", "adapter__targets": ["q_proj", "lm_head"]}, r"is for a head of one matrix"),
     (LORA, {"plan__head_placement": "host", "adapter__modules_to_save": ["lm_head"]}, r"is for a head of one matrix"),
     (LORA, {"plan__head_placement": "host", "model__new_tokens": ["<a>"]}, r"is for a head of one matrix"),
+    (LORA, {"plan__weights": "auto", "plan__head_placement": "visit"}, r"only a streamed step brings the head"),
+    (LORA, {"plan__head_placement": "visit", "adapter__targets": ["q_proj", "lm_head"]}, r"is for a head of one matrix"),
+    (LORA, {"plan__head_placement": "visit", "adapter__modules_to_save": ["lm_head"]}, r"is for a head of one matrix"),
+    (LORA, {"plan__head_placement": "visit", "model__new_tokens": ["<a>"]}, r"is for a head of one matrix"),
     (FULL, {"plan__embedding_placement": "host"}, r"adapter\.kind=none trains it; with fast blocks \(plan\.fast_block=true\)"),
     (FULL, {"plan__embedding_placement": "host", "plan__fast_block": True, "plan__exact": "bitwise"},
      r"embedding_placement=host gives reordered sums"),
@@ -68,6 +72,8 @@ TIED = [
     ({"embedding_placement": "host"}, r"shares its matrix with the head; with fast blocks"),
     ({"head_placement": "host", "embedding_placement": "device", "fast_block": True}, r"one matrix for embedding and head"),
     ({"head_placement": "device", "embedding_placement": "host", "fast_block": True}, r"one matrix for embedding and head"),
+    ({"head_placement": "visit"}, r"head_placement=visit is for a head of its own"),
+    ({"head_placement": "visit", "fast_block": True}, r"has one matrix for embedding and head"),
     ({"embedding_placement": "host", "fast_block": True, "exact": "bitwise"}, r"which plan\.exact=bitwise forbids"),
 ]  # fmt: skip
 

@@ -31,17 +31,22 @@ from tests.runs.test_after_a_run import IDS, logits
 from tests.runs.test_resume import interrupted
 
 ENDS = {"embedding_placement": "host", "head_placement": "host", "fast_block": True}
+VISIT = {**ENDS, "head_placement": "visit"}
 KILLS = 5
 
 
-def streamed(tiny: dict[str, Any], kind: str, ends: bool = False) -> dict[str, Any]:
+def streamed(tiny: dict[str, Any], kind: str, ends: bool | str = False) -> dict[str, Any]:
+    """`ends`: embedding and head on the host in parts, or the head on a visit."""
     plan = {"weights": "streamed", "micro_batch": 2, "loss_chunk": 0, "activation_checkpointing": True}
-    return changed(method(tiny, kind), plan={**plan, **(ENDS if ends else {})})
+    own = VISIT if ends == "visit" else ENDS if ends else {}
+    return changed(method(tiny, kind), plan={**plan, **own})
 
 
-@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("ends", [False, True, "visit"])
 @pytest.mark.parametrize("kind", ["none", "lora"])
-def test_interrupted_run_ends_with_the_same_bits(tiny: dict[str, Any], tmp_path: Path, kind: str, ends: bool) -> None:
+def test_interrupted_run_ends_with_the_same_bits(
+    tiny: dict[str, Any], tmp_path: Path, kind: str, ends: bool | str
+) -> None:
     """SIGTERM after a step whose update is only promised; weights and optimizer state equal bit for bit at the end."""
     recipe = changed(streamed(tiny, kind, ends), data__pack=True, data__max_tokens=256, optimizer__name="adamw8bit")
     recipe = changed(recipe, adapter__dropout=0.5) if kind == "lora" else recipe
@@ -52,9 +57,9 @@ def test_interrupted_run_ends_with_the_same_bits(tiny: dict[str, Any], tmp_path:
         assert column(tmp_path / "stopped", name) == column(tmp_path / "straight", name)
 
 
-@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("ends", [False, True, "visit"])
 @pytest.mark.parametrize("kind", ["none", "lora"])
-def test_looking_at_a_run_changes_nothing(tiny: dict[str, Any], tmp_path: Path, kind: str, ends: bool) -> None:
+def test_looking_at_a_run_changes_nothing(tiny: dict[str, Any], tmp_path: Path, kind: str, ends: bool | str) -> None:
     """Evaluations, samples, checkpoints and the probe flush what is promised and leave the same bits."""
     recipe = changed(streamed(tiny, kind, ends), train__max_steps=5, data__valid_path=None)
     finetune.run(changed(recipe, run__dir=str(tmp_path / "alone")))
@@ -103,9 +108,9 @@ def test_its_result_is_that_of_a_resident_run(
         after.export(run.dir, "adapter", tmp_path / "adapter", None)
 
 
-@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("ends", [False, True, "visit"])
 def test_nan_leaves_the_last_promised_step(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool | str
 ) -> None:
     """The diverging step's forward has already made the promised updates of some blocks; after a flush all are made, none
     twice, and nothing of the bad step is in them."""

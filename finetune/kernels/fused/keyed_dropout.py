@@ -30,9 +30,11 @@ def spread(counter):
 
 
 @triton.jit
-def dropout_kernel(x_pointer, keys_pointer, out_pointer, length, features, limit, scale, BLOCK: tl.constexpr):
+def dropout_kernel(
+    x_pointer, keys_pointer, out_pointer, length, first_position, features, limit, scale, BLOCK: tl.constexpr
+):
     place = tl.program_id(0)
-    row, position = place // length, place % length
+    row, position = place // length, place % length + first_position
     key = tl.load(keys_pointer + row).to(tl.uint32)
     seen = mix(key ^ spread(position.to(tl.uint32)))
     start = place.to(tl.int64) * features
@@ -45,8 +47,8 @@ def dropout_kernel(x_pointer, keys_pointer, out_pointer, length, features, limit
         tl.store(out_pointer + start + feature, kept.to(x.dtype), mask=inside)
 
 
-def apply_mask(x_BSF: Tensor, keys_B: Tensor, dropped: float) -> Tensor:
-    """x times mask over (1 - dropped), for contiguous x of at most 32 bits a number."""
+def apply_mask(x_BSF: Tensor, keys_B: Tensor, dropped: float, first: int = 0) -> Tensor:
+    """x times mask over (1 - dropped), for contiguous x of at most 32 bits a number, whose rows begin at position `first`."""
     rows, length, features = x_BSF.shape
     out_BSF = torch.empty_like(x_BSF)
     dropout_kernel[(rows * length,)](
@@ -54,6 +56,7 @@ def apply_mask(x_BSF: Tensor, keys_B: Tensor, dropped: float) -> Tensor:
         keys_B,
         out_BSF,
         length,
+        first,
         features,
         round(dropped * 2**32),
         1.0 / (1.0 - dropped),

@@ -26,8 +26,8 @@ class HostBlocks:
 
     `trained`: the blocks' own weights are trained, so they move with the rest; else only frozen ones do. `resident`: how
     many blocks keep a place on the device, spread evenly. `room`: bytes of host memory that the blocks may take (None: not
-    looked at). `told(bytes there, bytes of all)` is called while blocks arrive. `ends` of the model ("embedding", "head") that
-    will live on the host too stay there from the start.
+    looked at). `told(bytes there, bytes of all)` is called while blocks arrive. `ends`, set before
+    loading: those of the model ("embedding", "head") that will live on the host too stay there from the start.
     """
 
     def __init__(
@@ -38,7 +38,6 @@ class HostBlocks:
         resident: int,
         room: int | None = None,
         told: Callable[[int, int], None] | None = None,
-        ends: frozenset[str] = frozenset(),
     ) -> None:
         self.device = device
         self.trained = trained
@@ -46,7 +45,7 @@ class HostBlocks:
         self.resident = resident
         self.room = room
         self.told = told
-        self.ends = ends
+        self.ends: frozenset[str] = frozenset()
         self._staying: list[nn.Parameter] = []
         self.flats: list[Flat] = []
         self.blocks = 0

@@ -105,12 +105,25 @@ class Slots:
         for slot in (*self._slots, *self._own.values()):
             slot.holds = None
 
+    def lend(self, keep: int) -> None:
+        """Frees every slot but that of block `keep` for something else, until `take_back`: the blocks in them are fetched again."""
+        for slot in self._slots:
+            if slot.holds != keep:
+                for event in (slot.ready, *slot.busy):
+                    wait(self.device, event)
+        self._slots = [slot for slot in self._slots if slot.holds == keep]
+
+    def take_back(self) -> None:
+        """Ends `lend`, and starts to fetch what is used next."""
+        self._take_memory()
+        self._fetch_ahead()
+
     def _take_memory(self) -> None:
-        if self._slots or self._own:
-            return
         moving = [flat.bytes for number, flat in enumerate(self.flats) if number not in self.resident]
-        self._slots = [self._slot(max(moving)) for _ in range(min(self.count, len(moving)))]
-        self._own = {number: self._slot(self.flats[number].bytes) for number in sorted(self.resident)}
+        while len(self._slots) < min(self.count, len(moving)):
+            self._slots.append(self._slot(max(moving)))
+        for number in sorted(self.resident - self._own.keys()):
+            self._own[number] = self._slot(self.flats[number].bytes)
 
     def _slot(self, count: int) -> _Slot:
         slot = _Slot(torch.empty(count, dtype=torch.uint8, device=self.device))

@@ -98,9 +98,18 @@ class Tall:
         self.hosted = True
         return event
 
+    def lower_whole(self, gradient_VD: Tensor) -> Any:
+        """As `lower`, of all parts at once. The norm is taken as that of a gradient on the device."""
+        assert self.gradient_VD is not None
+        self.norms = {0: tensor_norm(gradient_VD)}
+        event = self._down.copy(self.gradient_VD, gradient_VD, [mark(self.device)])
+        self._lowered = [event] * len(self.parts)
+        self.hosted = True
+        return event
+
     def norm(self) -> Tensor:
-        """The gradient's norm, once every part was lowered or measured."""
-        return joined(self.norms[number] for number in range(len(self.parts)))
+        """The gradient's norm, once it was lowered or measured."""
+        return joined(self.norms[number] for number in sorted(self.norms))
 
     def measure(self) -> None:
         """Takes the norms of a gradient that is not, or not only, on the host."""

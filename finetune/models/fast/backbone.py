@@ -46,8 +46,9 @@ def why_not(model: Model) -> str | None:
     return None
 
 
-def install(model: Model, attention: str, dtype: torch.dtype) -> FastForward:
-    """Puts a FastBlock in the place of every block. ModelError where `why_not` has a reason."""
+def install(model: Model, attention: str, dtype: torch.dtype, mlp_tile: int = 0) -> FastForward:
+    """Puts a FastBlock in the place of every block, whose MLPs take `mlp_tile` tokens at a time (0: all) where they keep
+    nothing. ModelError where `why_not` has a reason."""
     reason = why_not(model)
     if reason is not None:
         raise ModelError(reason, where="plan.fast_block", remedy="plan.fast_block=auto or false")
@@ -55,6 +56,7 @@ def install(model: Model, attention: str, dtype: torch.dtype) -> FastForward:
     for number, layer in enumerate(layers):
         if not isinstance(layer, FastBlock):
             layers[number] = FastBlock(layer)
+        layers[number].mlp_tile = mlp_tile
     model.blocks = list(layers)
     on_gpu = model.device.type == "cuda"
     varlen = on_gpu and dtype != torch.float32 and varlen_function() is not None

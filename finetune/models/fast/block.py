@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from finetune.kernels import gated_mlp as mlp
+from finetune.kernels import mlp_tiles
 from finetune.kernels.adapted_linear import Leaf, adapted_linears
 from finetune.kernels.gated_mlp import MlpLeaves, gated_mlp
 from finetune.kernels.rms_norm import add_rms_norm, rms_norm
@@ -42,6 +43,8 @@ class Inputs:
 class FastBlock(nn.Module):
     """The fused form of one decoder layer. `recompute`: keep only the input and run again for backward.
 
+    `mlp_tile`: tokens that the MLP takes at a time where none of its activations are kept; 0: all.
+
     `gradient_checkpointing` and the function beside it are what transformers' layers have: with the first, the second
     runs the block, so that what it keeps can be sent elsewhere.
     """
@@ -57,6 +60,7 @@ class FastBlock(nn.Module):
         # Outside the module tree: its submodules are already this one's.
         self._layer = (layer,)
         self.recompute = False
+        self.mlp_tile = 0
         self.decoded: dict[nn.Module, Tensor] = {}
         self._gradient_checkpointing_func: Callable[..., Tensor] | None = None
 
@@ -94,6 +98,9 @@ class FastBlock(nn.Module):
     def whole(self, x_BSD: Tensor, inputs: Inputs, leaves: _Leaves) -> Tensor:
         """The block, differentiable by what its parts keep."""
         h_BSD, normed_BSD = self.upper(x_BSD, inputs, leaves)
+        if self.mlp_tile and not torch.is_grad_enabled():
+            # Both are this block's own, and nothing keeps them.
+            return h_BSD.add_(mlp_tiles.forward_(normed_BSD, leaves.mlp, self.mlp_tile))
         return h_BSD + gated_mlp(normed_BSD, leaves.mlp)
 
     def upper(self, x_BSD: Tensor, inputs: Inputs, leaves: _Leaves) -> tuple[Tensor, Tensor]:
@@ -109,7 +116,9 @@ class FastBlock(nn.Module):
         q_BSHD, k_BSGD, v_BSGD = (part.unflatten(-1, (-1, width)) for part in (q_BSE, k_BSE, v_BSE))
         del q_BSE, k_BSE, v_BSE
         seen_BSHD = attend(q_BSHD, k_BSGD, v_BSGD, inputs.look, window_of(attention), attention.scaling)
+        del q_BSHD, k_BSGD, v_BSGD
         (out_BSD,) = adapted_linears(seen_BSHD.flatten(-2), leaves.attention[3:])
+        del seen_BSHD
         return add_rms_norm(x_BSD, out_BSD, leaves.norms[1], leaves.epsilons[1], inputs.dtype)
 
     @torch.no_grad()
@@ -201,10 +210,15 @@ def _run_back(
     with torch.enable_grad():
         h_BSD, normed_BSD = block.upper(x_BSD, inputs, leaves)
     read_BSD = normed_BSD.detach()
-    half = mlp.first_half(read_BSD, leaves.mlp)
-    deeper = h_BSD.requires_grad
-    slope_BSD, found = mlp.back(grad_BSD.to(inputs.dtype), read_BSD, half, None, leaves.mlp, (deeper, *need_mlp))
-    del half, read_BSD
+    need = (h_BSD.requires_grad, *need_mlp)
+    if block.mlp_tile:
+        # The gradient takes the memory of what was read: backward of a norm does not look at its output.
+        slope_BSD, found = mlp_tiles.backward_(grad_BSD, read_BSD, leaves.mlp, need, block.mlp_tile)
+    else:
+        half = mlp.first_half(read_BSD, leaves.mlp)
+        slope_BSD, found = mlp.back(grad_BSD.to(inputs.dtype), read_BSD, half, leaves.mlp, need)
+        del half
+    del read_BSD
     sources = [x_BSD if x_BSD.requires_grad else None]
     sources += [tensor if need else None for tensor, need in zip(upper, need_upper, strict=True)]
     wanted = [tensor for tensor in sources if tensor is not None]

@@ -131,6 +131,19 @@ def test_resident_and_streamed_cells_in_one_process_have_the_same_losses(
         assert set(line["versions"]) >= {"torch", "transformers"}
 
 
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_pin_lets_the_head_visit_in_streamed_cells_alone(script: Any, tmp_path: Path, method: str) -> None:
+    frontier, run = script("frontier"), script("frontier_run")
+    words = f"--quick --methods {method} --tokens 128 --micro 64 --blocks resident,0 --ends device".split()
+    cells = list(frontier.chosen(frontier.arguments_of([*words, "--pin", "head_placement=visit"])))
+    assert [cell.pins for cell in cells] == [(), ("head_placement=visit",)]
+    lines: list[Any] = []
+    for family in frontier.families(cells):
+        run.measure(family, tmp_path, 1, lines.append)
+    resident, streamed = ([line[name] for name in ("loss_first", "loss_last", "grad_norm_last")] for line in lines)
+    assert streamed == resident
+
+
 def test_a_familys_first_steps_are_those_of_a_run_of_its_own(script: Any, tmp_path: Path) -> None:
     frontier, run = script("frontier"), script("frontier_run")
 

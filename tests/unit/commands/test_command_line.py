@@ -17,8 +17,8 @@ from finetune.config.load import recipe_names
 from finetune.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
-BUILT = ("train", "plan", "data", "export", "generate", "evaluate", "runs", "recipes", "templates")
-NOT_BUILT = ("bench", "doctor", "profile", "report", "launch")
+BUILT = ("train", "plan", "data", "export", "generate", "evaluate", "bench", "runs", "recipes", "templates")
+NOT_BUILT = ("doctor", "profile", "report", "launch")
 
 
 @pytest.fixture(autouse=True)

@@ -290,7 +290,7 @@ EVERY_KEY: dict[str, str] = {
     "checkpoint.every": "4", "checkpoint.keep": "1", "checkpoint.keep_best": "hard/eval_loss",
     "generate.max_tokens": "9", "generate.temperature": "0.5",
     "plan.gpu_memory": "8GiB", "plan.host_memory": "24GB", "plan.exact": "bitwise", "plan.micro_batch": "2",
-    "plan.activation_checkpointing": "no", "plan.loss_chunk": "64", "plan.weights": "resident",
+    "plan.activation_checkpointing": "no", "plan.loss_chunk": "64", "plan.mlp_tile": "0", "plan.weights": "resident",
     "plan.resident_blocks": "auto", "plan.slots": "auto", "plan.activation_offload": "no", "plan.optimizer_placement": "device",
     "plan.optimizer_in_backward": "no", "plan.embedding_placement": "device", "plan.head_placement": "device", "plan.probe": "no",
     "plan.compile": "no", "plan.data": "1", "plan.shard": "1", "plan.tensor": "1", "plan.context": "1",

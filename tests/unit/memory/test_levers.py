@@ -83,9 +83,9 @@ def test_table_rows_are_plan_fields_with_sound_costs() -> None:
             # Without checkpointing, offload moves more than the link can hide.
             assert 0 < lever.slowdown(case(lever.field, value)) < (8 if lever.field == "activation_offload" else 1)
     # One more forward of frozen linears, but for the down projection, beside their forward and one backward.
-    assert checkpointing.slowdown(case("activation_checkpointing", True)) == pytest.approx(0.34, abs=0.02)
+    assert checkpointing.slowdown(case("activation_checkpointing", True)) == pytest.approx(0.33, abs=0.02)
     slow = replace(base, storage=replace(base.storage, fast=False), plan=replace(off, activation_checkpointing=True))
-    assert checkpointing.slowdown(slow) == pytest.approx(0.46, abs=0.03)
+    assert checkpointing.slowdown(slow) == pytest.approx(0.40, abs=0.03)
     # 8,192 positions x 128,256 words x 12 bytes, against 1,024 x 128,256 x 2.
     saved = LEVERS["chunked loss"].saves(case("loss_chunk", 1024))
     assert saved == 8192 * 128256 * 12 - 1024 * 128256 * 2 - 2 * 8192 * 4096 * 2

@@ -120,6 +120,24 @@ def test_recomputing_changes_no_bit(method: str) -> None:
     assert all(torch.equal(grads[name], grads_again[name]) for name in grads)
 
 
+@pytest.mark.parametrize("tile", [1, 7, 12, 100])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_tiles_of_the_mlp_give_the_outputs_and_gradients_of_the_whole(family: str, method: str, tile: int) -> None:
+    model, key = build(family, method)
+    model.fast = backbone.install(model, "auto", torch.float32)
+    for block in model.blocks:
+        block.recompute = True
+    hidden, grads = outcome(model, key, batch_of(False))
+    backbone.install(model, "auto", torch.float32, tile)
+    tiled, tiled_grads = outcome(model, key, batch_of(False))
+    torch.testing.assert_close(tiled, hidden, rtol=1e-6, atol=2e-6)
+    assert tiled_grads.keys() == grads.keys()
+    largest = max(float(grad.abs().max()) for grad in grads.values())
+    for name, grad in grads.items():
+        assert float((tiled_grads[name] - grad).abs().max()) < 2e-6 * largest, name
+
+
 @pytest.mark.parametrize(("family", "packed"), [("llama", True), ("mistral-window", False)])
 def test_a_named_kernel_is_not_left_for_another_without_a_word(family: str, packed: bool) -> None:
     model, key = build(family, "full")

@@ -111,7 +111,7 @@ def test_a_smaller_budget_never_gives_a_faster_or_larger_plan() -> None:
         sizes.append(decision.estimate.peak)
     assert sizes == sorted(sizes)
     assert times == sorted(times)
-    assert times[-1] > 1.3 * times[0]
+    assert times[-1] > 1.2 * times[0]
 
 
 def test_the_same_input_gives_the_same_plan_and_quickly() -> None:
@@ -183,6 +183,8 @@ def test_what_is_not_built_is_said() -> None:
         chosen(plan__slots=3)
     with pytest.raises(InputError, match=r"plan\.head_placement=host, but only a streamed step"):
         chosen(plan__head_placement="host")
+    with pytest.raises(InputError, match=r"plan\.head_placement=visit, but only a streamed step"):
+        chosen(plan__head_placement="visit")
     with pytest.raises(InputError, match=r"plan\.data=4, but 2 processes were started"):
         chosen("8x80GB", ranks=2, plan__data=4)
 
@@ -281,7 +283,13 @@ def test_as_dict_has_the_promised_keys_and_is_json() -> None:
     promised |= {"smallest", "alternatives", "reasons"}
     assert promised <= found.keys()
     assert found["fits"] is True
-    assert found["seconds_per_step"] is None
+    assert found["seconds_per_step"] == pytest.approx(decision.seconds, rel=1e-3)
+    assert found["tokens_per_s"] == pytest.approx(16 * 2048 / decision.seconds, rel=1e-3)
+    for each in (found["smallest"], found["next_faster"], *found["alternatives"]):
+        assert each["seconds_per_step"] * each["tokens_per_s"] == pytest.approx(16 * 2048, rel=1e-2)
+        relative = each["seconds_per_step"] / found["seconds_per_step"]
+        assert each["relative_seconds"] == pytest.approx(relative, rel=1e-2)
+    assert found["hardware"]["rates"]["name"].startswith("a100-80, a middle one")
     assert found["plan"] == plan_dict(decision.plan)
     assert found["plan"].keys() == Plan.__dataclass_fields__.keys() - {"reasons"}
     for phase in ("load", "step", "evaluate", "save"):
@@ -338,7 +346,7 @@ def test_small_models_take_large_micro_batches_and_padding_argues_for_small_ones
     small = decide(recipe(**rows), SHAPES["smollm2-135m"], parse("cpu"), 1, 512)
     assert tiny.plan.micro_batch == 16
     assert small.plan.micro_batch == 1
-    packed = decide(recipe(), SHAPES["smollm2-135m"], parse("cpu"), 1, 512)
+    packed = decide(recipe(), SHAPES["smollm2-135m"], parse("cpu"), 1, 128)
     assert packed.plan.micro_batch > 1
 
 
@@ -362,13 +370,8 @@ def test_steps_of_so_many_tokens_count_all_gradients_beside_activations() -> Non
 def test_the_hosts_heap_is_counted_where_tensors_share_it() -> None:
     """Measured with 135 M parameters at 1,024 tokens, checkpointing or not: 0.6 to 1.0 GiB beyond the tensors."""
     for on in (True, False):
-        step = decide(
-            recipe(plan__activation_checkpointing=on, train__batch=1),
-            SHAPES["smollm2-135m"],
-            parse("cpu"),
-            1,
-            1024,
-        ).estimate.phases["step"]
+        one = recipe(plan__activation_checkpointing=on, train__batch=1)
+        step = decide(one, SHAPES["smollm2-135m"], parse("cpu"), 1, 1024).estimate.phases["step"]
         assert 0.6 * GIB < step.causes["allocator"] < 1.0 * GIB
     far = decide(recipe(train__batch=1), SHAPES["llama3-8b"], parse("0,128GB"), 1, 2048)
     assert far.estimate.phases["step"].causes["allocator"] == 0

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from finetune.errors import InputError
-from tests.unit.planner.test_decide import chosen, refused
+from finetune.memory import weight_streaming
+from finetune.models.shapes import SHAPES
+from finetune.planner.hardware import parse
+from finetune.planner.space import Space
+from tests.unit.planner.test_decide import chosen, recipe, refused
 
 FULL: dict[str, Any] = {"adapter__kind": "none", "model__trained": "stochastic", "optimizer__name": "adamw8bit"}
 
@@ -55,6 +60,61 @@ def test_streaming_by_itself_is_for_one_gpu() -> None:
 def test_bitwise_keeps_embedding_and_head_whole() -> None:
     decision = chosen("1x8GB,64GB", plan__weights="streamed", plan__exact="bitwise", plan__fast_block=True)
     assert decision.plan.head_placement == "device"
+
+
+def step_bytes(head: str, machine: str = "1x141GB,512GB", **changes: Any) -> int:
+    pins = {"embedding_placement": "host", "micro_batch": 2, "activation_offload": True, "loss_chunk": 1024}
+    pins |= {"head_placement": head, "resident_blocks": 0, "mlp_tile": 0}
+    more = {f"plan__{key}": value for key, value in pins.items()}
+    return chosen(machine, plan__weights="streamed", train__batch=16, **more, **changes).estimate.step_tensors
+
+
+def test_a_frozen_head_that_visits_takes_the_room_of_a_slot() -> None:
+    """8B has a head of 1,002 MiB and blocks of 416: while the head is there one of two slots is not, so that phase is near
+    what backward takes with a head on the device less the head and what a slot does not hold."""
+    device, visit, host = (step_bytes(head) for head in ("device", "visit", "host"))
+    assert host < visit < device
+    assert device - visit > 0.5 * 2**30
+    # The wider a micro-batch's backward is beside the head's phase, the less the head costs.
+    wide = {"plan__micro_batch": 8, "train__batch": 16}
+    pins: dict[str, Any] = {"plan__weights": "streamed", "plan__activation_offload": True, "plan__loss_chunk": 1024}
+    pins |= {"plan__embedding_placement": "host", "plan__resident_blocks": 0, "plan__mlp_tile": 0}
+    tensors = [
+        chosen("1x141GB,512GB", plan__head_placement=head, **pins, **wide).estimate.step_tensors
+        for head in ("device", "visit")
+    ]
+    assert tensors[0] - tensors[1] > device - visit
+
+
+def test_a_trained_head_that_visits_has_its_gradient_there_and_its_state_not() -> None:
+    """Of 16-bit weight and gradient and 8 bytes of state, the state stays on the host; the loss of a whole head sums its
+    gradient in fp32, which a head in parts does not."""
+    device, visit, host = (step_bytes(head, **FULL) for head in ("device", "visit", "host"))
+    head = 128256 * 4096
+    assert device - visit == pytest.approx(8 * head + 416 * 2**20, rel=0.02)
+    assert visit - host > 4 * head
+    told = chosen("1x141GB,512GB", plan__weights="streamed", plan__head_placement="visit", **FULL)
+    assert told.plan.embedding_placement == "host"
+    assert any("whole on the device while losses are made" in reason for reason in told.reasons)
+    causes = told.estimate.host.causes
+    assert causes["embedding and head"] == 2 * head * 12
+
+
+def test_what_a_head_costs_orders_its_places() -> None:
+    """The device is fastest, a visit as fast where its copy is hidden, parts make logits twice. A visit keeps every bit, so
+    plan.exact=bitwise may choose it."""
+    times = {}
+    for head in ("device", "visit", "host"):
+        decision = chosen("1x141GB,512GB", plan__weights="streamed", plan__head_placement=head, train__batch=16)
+        space = Space(recipe(train__batch=16), SHAPES["llama3-8b"], parse("1x141GB,512GB"), 1, 2048)
+        times[head] = weight_streaming.seconds(space.case(replace(decision.plan, micro_batch=2)))
+    assert times["device"] == times["visit"] < times["host"]
+    exact = {"plan__weights": "streamed", "plan__exact": "bitwise", "plan__fast_block": True, "plan__loss_chunk": 0}
+    space = Space(recipe(**exact), SHAPES["llama3-8b"], parse("1x24GB,64GB"), 1, 2048)
+    heads = {each.plan.head_placement for each in space.candidates()}
+    assert heads == {"device", "visit"}
+    space = Space(recipe(plan__weights="streamed"), SHAPES["llama3-8b"], parse("1x24GB,64GB"), 1, 2048)
+    assert {each.plan.head_placement for each in space.candidates()} == {"device", "visit", "host"}
 
 
 @pytest.mark.parametrize(
