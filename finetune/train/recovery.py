@@ -164,7 +164,9 @@ def _no_plan(job: Job, decision: Decision, space: Space, full: MemoryFullError, 
     if other is not None:
         change = difference(mechanics(decision.plan), mechanics(other.plan))
         why = (
-            "nothing of a trial is saved (run.keep=false)" if whole else "weights had moved, and no checkpoint is there"
+            "no checkpoint is there to do it from"
+            if job.recipe.run.keep
+            else "nothing of a trial is saved (run.keep=false)"
         )
         what, remedy = f"a smaller plan needs the model built again, but {why}", f"start with a smaller plan: {change}"
     elif pins:
@@ -177,7 +179,9 @@ def _no_plan(job: Job, decision: Decision, space: Space, full: MemoryFullError, 
 def _ended(job: Job, whole: bool, error: NothingFitsError, change: str = "") -> NothingFitsError:
     """The error to end with, once what can be saved is; it says what is there. `change`: of the plan that a resume takes."""
     fault = error.fault
-    moved = "weights had moved in the failed step, so it cannot be undone; the last checkpoint is untouched"
+    moved = "weights had moved in the failed step, so it cannot be undone"
+    if job.progress.saved is not None:
+        moved += "; the last checkpoint is untouched"
     kept, note = _save(job) if whole else (False, moved)
     remedy = fault.remedy
     if change:

@@ -24,6 +24,7 @@ from finetune.errors import CheckpointError, LostProcessError, NothingFitsError,
 from finetune.memory.step_in_backward import StepInBackward
 from finetune.models.fast.backbone import FastLayers
 from finetune.models.layerwise import Layers
+from finetune.optim.slices import Slicing
 from finetune.planner.shrink import difference
 from finetune.tasks.text import TextTask
 from finetune.train import loop, probe, step
@@ -95,10 +96,12 @@ def kinds(tiny: dict[str, Any], kind: str) -> tuple[dict[str, Any], Any, str, in
         "eight bits": (changed(whole, plan__micro_batch=4, optimizer__name="adamw8bit"), step, "backward", 2),
         "streamed": (streamed, Layers, "backward", 1),
         "streamed forward": (streamed, Layers, "forward", 1),
+        "streamed update": (streamed, Slicing, "update", 2),
         "streamed lora": (changed(lora, plan__weights="streamed"), Layers, "backward", 2),
         "streamed visit": (changed(streamed, plan__head_placement="visit"), Layers, "backward", 1),
         "streamed visit forward": (changed(streamed, plan__head_placement="visit"), Layers, "forward", 1),
         "streamed ends": (changed(whole, plan=ends), FastLayers, "backward", 2),
+        "streamed ends update": (changed(whole, plan=ends), Slicing, "update", 1),
         "streamed ends forward": (changed(whole, plan=ends), FastLayers, "forward", 1),
     }[kind]
 
@@ -125,8 +128,9 @@ def planned_so(recipe: dict[str, Any], plans: list[dict[str, Any]], steps: list[
 
 
 @pytest.mark.parametrize(
-    "kind", ["lora", "full", "packed", "rebuilt", "eight bits", "streamed", "streamed forward", "streamed lora",
-             "streamed visit", "streamed visit forward", "streamed ends", "streamed ends forward"],
+    "kind", ["lora", "full", "packed", "rebuilt", "eight bits", "streamed", "streamed forward", "streamed update",
+             "streamed lora", "streamed visit", "streamed visit forward", "streamed ends", "streamed ends forward",
+             "streamed ends update"],
 )  # fmt: skip
 def test_it_goes_on_with_the_bits_of_the_smaller_plan(
     tiny: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str
@@ -354,20 +358,24 @@ def test_an_evaluation_takes_fewer_rows_at_once(tiny: dict[str, Any], capfd: pyt
     assert "it goes on with 2" in " ".join(capfd.readouterr().err.split())
 
 
-def test_several_processes_end_and_a_resume_takes_the_smaller_plan(tiny: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)])
+def test_several_processes_end_and_a_resume_takes_the_smaller_plan(
+    tiny: dict[str, Any], tmp_path: Path, failing: tuple[int, ...]
+) -> None:
     """Gloo: one process saves what all of them hold, and all end; nobody waits for the other's time-out."""
     recipe = lora(tiny)
 
     def short(rank: int) -> None:
-        if rank == 1:
+        if rank in failing:
             Faults(pytest.MonkeyPatch(), [3], full, 1).after(step, "backward", pytest.MonkeyPatch())
 
-    first, second = endings(recipe, 2, short)
-    assert isinstance(first, LostProcessError)
-    assert isinstance(second, NothingFitsError)
-    assert second.exit_code == 3
-    assert "the state after step 2 is saved" in str(second)
-    change = re.search(r"resume=auto goes on with a smaller one \((.*)\)", str(second))
+    found = endings(recipe, 2, short)
+    for rank, error in enumerate(found):
+        assert isinstance(error, NothingFitsError if rank in failing else LostProcessError)
+    told = found[failing[0]]
+    assert told.exit_code == 3
+    assert "the state after step 2 is saved" in str(told)
+    change = re.search(r"resume=auto goes on with a smaller one \((.*)\)", str(told))
     assert change is not None
     assert newest(tmp_path / "run") == "step-0000002"
     for summary in run_ranks(changed(recipe, resume="auto"), 2):
@@ -377,3 +385,32 @@ def test_several_processes_end_and_a_resume_takes_the_smaller_plan(tiny: dict[st
         assert difference(met["before"], met["after"]) == change[1]
     in_force = yaml.safe_load((tmp_path / "run/plan.yaml").read_text())
     assert {key: in_force[key] for key in met["after"]} == met["after"]
+
+
+def test_memory_may_run_out_again_in_the_same_step(tiny: dict[str, Any]) -> None:
+    met = faulty(lora(tiny), [3, 3, 3], full).summary["out_of_memory"]
+    assert [each["step"] for each in met] == [3, 3, 3]
+    plans = [met[0]["before"], *(each["after"] for each in met)]
+    assert all(plans.count(plan) == 1 for plan in plans)
+
+
+@pytest.mark.parametrize("pins", [{"activation_checkpointing": True}, {"micro_batch": 4}])
+def test_a_stream_of_rows_goes_on_where_it_was(tiny: dict[str, Any], tmp_path: Path, pins: dict[str, Any]) -> None:
+    """No row is read twice or left out, in place and from a checkpoint."""
+    recipe = lora(tiny, data__streaming=True, plan=pins)
+    one, two = tmp_path / "faulty", tmp_path / "straight"
+    assert faulty(changed(recipe, run__dir=str(one)), [3], full).summary["out_of_memory"]
+    finetune.run(changed(recipe, run__dir=str(two)))
+    for figure in ("step", "tokens", "trained_tokens"):
+        assert column(one, figure) == column(two, figure)
+    assert column(one, "loss") == pytest.approx(column(two, "loss"), abs=1e-5)
+
+
+def test_the_loss_scale_counts_a_repeated_step_once(tiny: dict[str, Any], tmp_path: Path) -> None:
+    recipe = lora(tiny, model__precision="fp16")
+    with pytest.MonkeyPatch.context() as patch:
+        Faults(patch, [3], full, 1).after(step, "clip", patch)
+        assert finetune.run(recipe).summary["out_of_memory"]
+    path, _ = store.newest(tmp_path / "run/checkpoints")
+    assert path is not None
+    assert store.read(path)[1]["loss_scale"]["clean"] == 9
