@@ -109,9 +109,9 @@ class Flat:
         """Binds the block to the host again."""
         self.bind(self.host)
 
-    def forget(self) -> None:
-        """Lets go of views of buffers that are given up."""
-        self._views = {self.host.data_ptr(): [spot.view(self.host) for spot in self.spots]}
+    def forget(self, octets_N: Tensor) -> None:
+        """Lets go of the views of a buffer that is given up: they would keep its memory."""
+        self._views.pop(octets_N.data_ptr(), None)
 
 
 def flat_bytes(block: nn.Module, trained: bool) -> int:

@@ -111,6 +111,8 @@ class Slots:
             if slot.holds != keep:
                 for event in (slot.ready, *slot.busy):
                     wait(self.device, event)
+                for flat in self.flats:
+                    flat.forget(slot.octets)
         self._slots = [slot for slot in self._slots if slot.holds == keep]
 
     def take_back(self) -> None:

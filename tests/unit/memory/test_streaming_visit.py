@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -140,3 +141,25 @@ def test_slots_but_the_last_blocks_are_lent_at_the_turn(
         assert sorted(lane.seen) == sorted(fetched)
         assert lane.seen[-1] == fetched[-1]
     assert len(slots._slots) == min(count, 5 - len(resident))
+
+
+def test_memory_of_lent_slots_is_free_and_does_not_pile_up_over_steps() -> None:
+    """Seen on a GPU: each block kept its views of every buffer it had ever been bound to, a slot more a step."""
+    slots, _ = noted(2, frozenset())
+    buffers: list[Any] = []
+    for _ in range(3):
+        slots.begin(THERE_AND_BACK)
+        for place, number in enumerate(THERE_AND_BACK):
+            with slots.using(number):
+                known = {id(buffer()) for buffer in buffers}
+                buffers += [weakref.ref(slot.octets) for slot in slots._slots if id(slot.octets) not in known]
+                if place == 4:
+                    slots.lend(number)
+                    views = [view for flat in slots.flats for held in flat._views.values() for view in held]
+                    own = {flat.host.untyped_storage().data_ptr() for flat in slots.flats}
+                    own |= {slot.octets.untyped_storage().data_ptr() for slot in slots._slots}
+                    assert {view.untyped_storage().data_ptr() for view in views} <= own
+            if place == 4:
+                slots.take_back()
+    assert len(buffers) == 5
+    assert sum(buffer() is not None for buffer in buffers) == 2
