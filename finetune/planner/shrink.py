@@ -45,9 +45,10 @@ def in_place(before: Plan, after: Plan) -> bool:
     return all(one[name] == two[name] for name in one if name not in IN_PLACE)
 
 
-def smaller(space: Space, decision: Decision, only_in_place: bool = False) -> Decision | None:
+def smaller(space: Space, decision: Decision, only_in_place: bool = False, again: int = 0) -> Decision | None:
     """The fastest plan whose step has clearly fewer planned bytes than the decision's; else the smallest with fewer; else
-    None. No other phase may need more than before."""
+    None. No other phase may need more than before. `again`: how often this step failed before; each time the share doubles, so
+    that a few attempts suffice."""
     planned = decision.estimate.step_tensors
     found = [
         each
@@ -59,7 +60,7 @@ def smaller(space: Space, decision: Decision, only_in_place: bool = False) -> De
     ]
     if not found:
         return None
-    clear = [each for each in found if each.estimate.step_tensors <= planned * (1 - CLEARLY)]
+    clear = [each for each in found if each.estimate.step_tensors <= planned * (1 - CLEARLY * 2**again)]
     if clear:
         chosen = min(clear, key=lambda each: (each.seconds, each.estimate.step_tensors))
     else:
@@ -68,7 +69,7 @@ def smaller(space: Space, decision: Decision, only_in_place: bool = False) -> De
     return _taken(decision, chosen, f"memory ran out in a plan of {size(planned)}; this one's step needs {needs}")
 
 
-def again(space: Space, decision: Decision, wanted: Mapping[str, Any]) -> Decision | None:
+def found_again(space: Space, decision: Decision, wanted: Mapping[str, Any]) -> Decision | None:
     """The decision for a plan that an earlier part of the run went over to; None where it is no plan of this space (other
     pins, another machine)."""
     for each in _candidates(space):

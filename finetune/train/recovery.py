@@ -134,7 +134,8 @@ def smaller_plan(job: Job, decision: Decision, space: Space, full: MemoryFullErr
     step = job.progress.step
     back = None if step == 0 else job.progress.saved
     rebuilt = step == 0 or (job.recipe.run.keep and (whole or back is not None))
-    found = smaller(space, decision, only_in_place=not rebuilt) if whole or rebuilt else None
+    before_it = sum(each["step"] == step + 1 for each in job.progress.out_of_memory)
+    found = smaller(space, decision, not rebuilt, before_it) if whole or rebuilt else None
     if found is None:
         raise _no_plan(job, decision, space, full, whole)
     before, after = mechanics(decision.plan), mechanics(found.plan)

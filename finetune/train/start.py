@@ -37,7 +37,7 @@ from finetune.optim.table import build, notices
 from finetune.planner import report
 from finetune.planner.hardware import CONTEXT_BYTES, detect, host_free
 from finetune.planner.plan import Decision, decide, space_of
-from finetune.planner.shrink import again
+from finetune.planner.shrink import found_again
 from finetune.planner.space import Space
 from finetune.tasks.text import TextTask
 from finetune.telemetry import memory, metrics
@@ -160,7 +160,7 @@ def _in_force(decision: Decision, space: Space, met: list[dict[str, Any]], log: 
     """The plan that the run went over to when memory ran out, if it did and pins and machine still allow it."""
     if not met:
         return decision
-    found = again(space, decision, met[-1]["after"])
+    found = found_again(space, decision, met[-1]["after"])
     if found is None:
         log.notice(
             "memory ran out earlier in this run; the plan it went over to is not possible here, so another is taken"

@@ -10,7 +10,7 @@ import pytest
 from finetune.models.shapes import SHAPES
 from finetune.planner.hardware import parse
 from finetune.planner.plan import Decision, decide, space_of
-from finetune.planner.shrink import CLEARLY, again, difference, in_place, mechanics, pins_in_the_way, smaller
+from finetune.planner.shrink import CLEARLY, difference, found_again, in_place, mechanics, pins_in_the_way, smaller
 from finetune.planner.space import Space
 from tests.unit.planner.test_decide import recipe
 
@@ -30,7 +30,7 @@ def chain(space: Space, decision: Decision) -> list[Decision]:
 @pytest.mark.parametrize("changes", [{}, {"adapter__kind": "none", "model__trained": "stochastic"}])
 def test_each_next_plan_is_smaller_and_the_last_is_the_smallest(changes: dict[str, Any]) -> None:
     """Down to a plan with which nothing is left: by 5% a time while that can be, and never more of another phase."""
-    space, decision = planned(**({"machine": "1x141GB,256GB"} if changes else {}), **changes)
+    space, decision = planned(**({"machine": "1x141GB,256GB"} if changes else {}), train__batch=2, **changes)
     plans = chain(space, decision)
     sizes = [each.estimate.step_tensors for each in plans]
     assert len(plans) > 3
@@ -87,10 +87,22 @@ def test_a_resume_finds_the_plan_again() -> None:
     after = smaller(space, decision)
     assert after is not None
     wanted = mechanics(after.plan)
-    found = again(space, decision, wanted)
+    found = found_again(space, decision, wanted)
     assert found is not None
     assert mechanics(found.plan) == wanted
     assert found.estimate == after.estimate
-    assert again(space, decision, {**wanted, "micro_batch": 1000}) is None
+    assert found_again(space, decision, {**wanted, "micro_batch": 1000}) is None
     del wanted["slots"]  # an earlier version's checkpoint
-    assert again(space, decision, wanted) is not None
+    assert found_again(space, decision, wanted) is not None
+
+
+def test_a_step_that_fails_again_takes_a_larger_stride() -> None:
+    space, decision = planned(train__batch=2)
+    sizes = []
+    for again in range(4):
+        after = smaller(space, decision, again=again)
+        assert after is not None
+        sizes.append(after.estimate.step_tensors / decision.estimate.step_tensors)
+        assert sizes[-1] <= 1 - CLEARLY * 2**again or sizes[-1] == min(sizes)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] < 0.7
