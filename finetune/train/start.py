@@ -114,9 +114,7 @@ def _run_in(
     log.say(report.render(decision, shape, planned, hardware))
     for notice in state.check_plan(saved[1], decision.plan, decision.precision) if saved else []:
         log.notice(notice)
-    if world.device.type == "cuda" and isinstance(recipe.plan.gpu_memory, int):
-        # A budget is what the process takes, so torch's allocator gets it less what stands beside it.
-        memory.cap(world.device, decision.budget.device_bytes - CONTEXT_BYTES)
+    _enforce(recipe, world, decision)
     with BytesProgress(log, "weights to host memory") as arriving:
         room = host_room(recipe, host_free(), min(world.size, hardware.gpus or world.size))
         host = host_blocks(decision.plan, recipe, world.device, room, arriving)
