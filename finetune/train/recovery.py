@@ -140,7 +140,7 @@ def smaller_plan(job: Job, decision: Decision, space: Space, full: MemoryFullErr
         raise _no_plan(job, decision, space, full, whole)
     before, after = mechanics(decision.plan), mechanics(found.plan)
     change = difference(before, after)
-    entry = {"step": step + 1, "within": full.within, "before": before, "after": after}
+    entry = {"step": step + 1, "where": full.within, "before": before, "after": after}
     job.progress.out_of_memory = [*job.progress.out_of_memory, entry]
     if job.world.size > 1:
         raise _ended(job, whole, full, change)
@@ -149,7 +149,11 @@ def smaller_plan(job: Job, decision: Decision, space: Space, full: MemoryFullErr
         job.log.notice(told)
         return found
     since = (
-        f"the state after step {step}" if whole else f"{back.name}, since weights had moved" if back else "the start"
+        f"the state after step {step}"
+        if whole
+        else f"{back.name} (weights had moved in the failed step)"
+        if back
+        else "the start"
     )
     job.log.notice(f"{told}; the model is built again, from {since if step else 'the start'}")
     if whole and step:
@@ -186,8 +190,8 @@ def _ended(job: Job, whole: bool, error: NothingFitsError, change: str = "") -> 
     kept, note = _save(job) if whole else (False, moved)
     remedy = fault.remedy
     if change:
-        how = "goes on with a smaller one" if kept else "with a smaller one pinned goes on from the last checkpoint"
-        remedy = f"several processes cannot go over to another plan by themselves: resume=auto {how} ({change})"
+        how = "goes on with" if kept else "goes on from the last checkpoint; give it the smaller plan:"
+        remedy = f"resume=auto {how} {change} (several processes cannot change their plan by themselves)"
     return NothingFitsError(f"{fault.what}; {note}", fault.where, remedy)
 
 

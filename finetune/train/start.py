@@ -144,6 +144,12 @@ def _run_in(
     return _train(job, decision, steps, space)
 
 
+def _enforce(recipe: Recipe, world: World, decision: Decision) -> None:
+    """A budget is what the process takes, so torch's allocator gets it less what stands beside it."""
+    if world.device.type == "cuda" and isinstance(recipe.plan.gpu_memory, int):
+        memory.cap(world.device, decision.budget.device_bytes - CONTEXT_BYTES)
+
+
 def _restore(job: Job, checkpoint: Path, saved: tuple[Any, dict[str, Any], list[str]]) -> None:
     """The checkpoint's state, as read before the model was loaded."""
     for notice in state.restore(job, saved[0], saved[1]):

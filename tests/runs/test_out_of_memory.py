@@ -119,7 +119,7 @@ def test_the_trial_of_the_longest_rows_shrinks_the_plan(tiny: dict[str, Any], tm
         summary = finetune.run(recipe).summary
     (met,) = summary["out_of_memory"]
     assert met["step"] == 1
-    assert "longest rows" in met["within"]
+    assert "longest rows" in met["where"]
     assert len(calls) == 2
     finetune.run(pinned(changed(recipe, run__dir=str(tmp_path / "planned")), met["after"]))
     assert same_bits(tmp_path / "run", tmp_path / "planned")
