@@ -74,7 +74,11 @@ class Estimate:
     @property
     def step_tensors(self) -> int:
         """The step's tensors alone: what torch's allocator counts as allocated."""
-        return sum(count for cause, count in self.phases["step"].causes.items() if cause not in BESIDE_TENSORS)
+        return self.tensors("step")
+
+    def tensors(self, phase: str) -> int:
+        """A phase's tensors alone."""
+        return sum(count for cause, count in self.phases[phase].causes.items() if cause not in BESIDE_TENSORS)
 
     @property
     def peak(self) -> int:

@@ -53,6 +53,7 @@ class Loop:
     def _train(self) -> None:
         job = self.job
         job.model.module.train()
+        job.peaks.enter("step")
         if job.progress.step and (self._evaluate_if_due() or self._save_is_due) and not self._ended:
             # What follows this step was cut off by what stopped the run, or by too little memory.
             self._save()
@@ -103,7 +104,7 @@ class Loop:
                     "grad_norm": result.grad_norm,
                     "seconds": round(result.seconds, 6),
                     "tokens_per_s": round(result.tokens / result.seconds, 3),
-                    "peak_gpu_bytes": memory.peak_gpu_bytes(job.world.device),
+                    "peak_gpu_bytes": job.peaks.of("step"),
                     "host_bytes": memory.host_bytes(),
                     "data_wait": round(result.data_wait, 6),
                     **self._scaling(result),
@@ -181,7 +182,11 @@ class Loop:
         """The evaluation figures now, printed and written to the metrics; with `answers` the scores of answers too."""
         job = self.job
         started = time.perf_counter()
-        with memory_named(f"the evaluation after step {job.progress.step}"), job.update.visiting():
+        with (
+            job.peaks.during("evaluate"),
+            memory_named(f"the evaluation after step {job.progress.step}"),
+            job.update.visiting(),
+        ):
             figures = self.evaluator.losses(job.splits.evaluate)
             if answers:
                 figures |= scores(job.model, job.splits.evaluate, job.recipe, job.precision, job.world)

@@ -103,6 +103,8 @@ def _run_in(
         return _already_complete(recipe, folder, progress, log)
     shape, planned = shape_for(recipe), as_planned(recipe)
     memory.clear(world.device)
+    peaks = memory.Peaks(world.device)
+    peaks.enter("load")
     hardware = hardware_of(world, checkpoint, log)
     longest = max(rows.longest_row for rows in (splits.train, *splits.evaluate.values()))
     lengths = order.lengths[order.permutation(0)]
@@ -136,6 +138,7 @@ def _run_in(
         recipe, decision.plan, world, decision.precision, folder, splits, order, TextTask(tokenizer.pad_token_id), model,
         optimizer, Update(model, optimizer, decision.plan, world.device, stream), ready.key, ready.given,
         loss_scale(decision.precision), Health(list(model.trainable())), StopSignal(log, recipe.run.keep), log, progress,
+        peaks,
     )  # fmt: skip
     world.agree(lambda: rehearse(job, decision))
     if checkpoint is not None and saved:
@@ -152,7 +155,9 @@ def _enforce(recipe: Recipe, world: World, decision: Decision) -> None:
 
 def _restore(job: Job, checkpoint: Path, saved: tuple[Any, dict[str, Any], list[str]]) -> None:
     """The checkpoint's state, as read before the model was loaded."""
-    for notice in state.restore(job, saved[0], saved[1]):
+    with job.peaks.during("resume"):
+        told = state.restore(job, saved[0], saved[1])
+    for notice in told:
         job.log.notice(notice)
     progress = job.progress
     progress.saved = checkpoint
@@ -204,9 +209,12 @@ def _train_with(job: Job, decision: Decision, steps: int, writer: metrics.Metric
     world = job.world
     evaluator = Evaluator(job.task, job.model, job.plan, world, job.precision, _interrupt(job), job.log.notice)
     memory.tidy(world.device)
-    memory.reset_peak(world.device)
-    if job.progress.step == 0 and not job.progress.samples_before:
-        with memory_named("the sample answers before the first step"), job.update.visiting():
+    if job.progress.step == 0 and not job.progress.samples_before and job.recipe.evaluate.samples:
+        with (
+            job.peaks.during("answers"),
+            memory_named("the sample answers before the first step"),
+            job.update.visiting(),
+        ):
             job.progress.samples_before = world.agree(lambda: finish.samples(job))
     with job.stop:
         Loop(job, evaluator, writer, steps).run()
@@ -247,11 +255,15 @@ def _finish(job: Job, decision: Decision) -> Result:
 
 
 def _leave_result(job: Job, decision: Decision) -> dict[str, Any]:
-    with memory_named("the sample answers after the last step"), job.update.visiting():
-        after = finish.samples(job)
+    after: list[dict[str, str]] = []
+    if job.recipe.evaluate.samples:
+        with job.peaks.during("answers"), memory_named("the sample answers after the last step"), job.update.visiting():
+            after = finish.samples(job)
     finish.show_samples(job, after)
-    keep = job.recipe.run.keep
-    result = export_result(job.model, job.recipe, job.folder, job.precision) if keep else None
+    result = None
+    if job.recipe.run.keep:
+        with job.peaks.during("export"):
+            result = export_result(job.model, job.recipe, job.folder, job.precision)
     summary = finish.summarize(job, decision, after, result)
     finish.write_json(job.folder / SUMMARY, summary)
     return summary

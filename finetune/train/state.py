@@ -45,7 +45,8 @@ def save(job: Job) -> Path:
     """
     if not job.recipe.run.keep:
         return job.checkpoints
-    job.progress.saved = job.world.agree(lambda: write(job))
+    with job.peaks.during("save"):
+        job.progress.saved = job.world.agree(lambda: write(job))
     return job.progress.saved
 
 
