@@ -22,6 +22,7 @@ read. Ends with exit code 3 when nothing fits.
 Examples:
   finetune plan recipe=lora_llama3
   finetune plan recipe=qlora_llama3 hardware=1x24GB,64GB
+  finetune plan recipe=lora_llama3 hardware=rtx4090-24         # also a100-80, h100-80, h200-141, 8xh100-80, cpu
   finetune plan recipe=full_llama3 plan.gpu_memory=24GiB --json
 """
 TAKES = Takes(

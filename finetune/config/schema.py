@@ -184,7 +184,7 @@ class TrainSection(Section):
     epochs: OptionalPositive = None
     """Passes over the data. Neither this nor max_steps: one pass."""
     max_grad_norm: OptionalPositive = 1.0
-    """Clip the gradient's global norm; none leaves it."""
+    """Clip the gradient's global norm; null leaves it."""
     last_blocks: OptionalCount = None
     """Without an adapter: train only the last blocks."""
     modules: Names = ()

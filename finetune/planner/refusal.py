@@ -66,6 +66,8 @@ def refusal(space: Space, smallest: Candidate) -> PlanRefusedError:
         f"{size(gap)} too little. The smallest plan ({_described(plan)}) is widest in "
         f"{'the host process' if on_host else phase}: {parts}"
     )
+    if budget.notes:
+        what += f". {'; '.join(budget.notes)}"
     return PlanRefusedError(plan, estimate, gap, tuple(_changes(space)), what)
 
 

@@ -63,7 +63,8 @@ class StopSignal:
         if self.at_once:
             raise StopAskedError(self.asked)
         then = "saving" if self.keep else "stopping; nothing of a trial is kept"
-        self.log.say(f"{self.asked}: finishing this step, then {then}. Ctrl-C again leaves at once.")
+        again = "again " if number == signal.SIGINT else ""
+        self.log.say(f"{self.asked}: finishing this step, then {then}. Ctrl-C {again}leaves at once.")
 
     def check(self) -> None:
         """Raises when a signal came."""
