@@ -60,7 +60,9 @@ def budget_of(recipe: Recipe, hardware: Hardware, ranks: int) -> Budget:
     host = _bounded(recipe.plan.host_memory, hardware.host_bytes, "cpu", "plan.host_memory", notes)
     if device == "cpu":
         if recipe.plan.gpu_memory != "auto":
-            notes.append("plan.gpu_memory does not apply: the run is on a CPU (`finetune plan hardware=1x24GB,64GB` plans for a GPU that is not here)")
+            notes.append(
+                "plan.gpu_memory does not apply: the run is on a CPU (`finetune plan hardware=1x24GB,64GB` plans for a GPU that is not here)"
+            )
         return Budget("cpu", host // ranks, host, ranks, tuple(notes))
     gpu = _bounded(recipe.plan.gpu_memory, hardware.gpu_bytes, "cuda", "plan.gpu_memory", notes)
     return Budget("cuda", gpu, host, min(ranks, max(1, hardware.gpus)), tuple(notes))
