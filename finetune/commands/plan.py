@@ -22,8 +22,7 @@ read. Ends with exit code 3 when nothing fits.
 Examples:
   finetune plan recipe=lora_llama3
   finetune plan recipe=qlora_llama3 hardware=1x24GB,64GB
-  finetune plan recipe=full_llama3 plan.gpu_memory=24GiB --json
-  finetune plan recipe=full_llama3 hardware=h200-141 picture=plan.png
+  finetune plan recipe=full_llama3 plan.gpu_memory=24GiB picture=plan.png --json
 """
 TAKES = Takes(
     own={
