@@ -21,18 +21,27 @@ read. Ends with exit code 3 when nothing fits.
 
 Examples:
   finetune plan recipe=lora_llama3
-  finetune plan recipe=qlora_llama3 hardware=1x24GB,64GB
-  finetune plan recipe=lora_llama3 hardware=rtx4090-24         # also a100-80, h100-80, h200-141, 8xh100-80, cpu
-  finetune plan recipe=full_llama3 plan.gpu_memory=24GiB --json
+  finetune plan recipe=qlora_llama3 hardware=rtx4090-24
+  finetune plan recipe=full_llama3 plan.gpu_memory=24GiB picture=plan.png --json
 """
 TAKES = Takes(
-    own={"hardware": "a pretend machine: GPUs x memory, host memory (8x80GB,1TB)"}, recipe=True, overrides=True
+    own={
+        "hardware": "a pretend machine: GPUs x memory, host memory (8x80GB,1TB), or rtx4090-24, a100-80, h100-80, h200-141, cpu",
+        "picture": "a PNG to write: memory and speed of the plans that no other beats",
+    },
+    recipe=True,
+    overrides=True,
 )
 
 
 def main(arguments: list[str]) -> int:
     given = read(arguments, TAKES)
     launch = environment.launch()
+    picture = given.own.get("picture")
+    if picture is not None:
+        from finetune.planner.picture import check_picture, draw
+
+        check_picture(picture)
     pretend, faults = _pretend(given.own.get("hardware"))
     if pretend is not None:
         launch = replace(launch, world=max(1, pretend.gpus))
@@ -60,6 +69,8 @@ def main(arguments: list[str]) -> int:
         if given.json:
             show_json(report.refused_as_dict(error))
         raise
+    if picture is not None:
+        draw(decision, f"{shape.name}, {hardware.name}", picture)
     if given.json:
         show_json(report.as_dict(decision, shape, recipe, hardware))
     else:

@@ -6,6 +6,7 @@ what the smallest needs. The dict has the keys that `plan --json` promises.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 BAR = 30
 """Characters of the longest bar."""
+LINE = 8
+"""Plans shown of those that no other beats."""
 
 
 def render(decision: Decision, shape: Shape, recipe: Recipe, hardware: Hardware) -> RenderableType:
@@ -160,6 +163,9 @@ def _neighbours(decision: Decision) -> Table:
     rows = [("smallest", decision.smallest), ("chosen", chosen)]
     if decision.next_faster:
         rows.append(("next faster", decision.next_faster))
+    told = {plan_key(each.plan) for _, each in rows}
+    line = [each for each in line_of(decision.alternatives) if plan_key(each.plan) not in told]
+    rows = sorted([*rows, *(("", each) for each in line)], key=lambda row: (row[1].bytes, -row[1].seconds))
     for name, each in rows:
         plan = each.plan
         table.add_row(
@@ -170,9 +176,21 @@ def _neighbours(decision: Decision) -> Table:
             f"{each.seconds:.3g}",
             f"{decision.step_tokens / each.seconds:,.0f}",
             f"{each.relative_seconds:.2f}x",
-            size(decision.lacks) if name == "next faster" else "",
+            size(lacks) if (lacks := decision.budget.lack(each.estimate)) > 0 else "",
         )
     return table
+
+
+def line_of(alternatives: Sequence[Candidate], most: int = LINE) -> list[Candidate]:
+    """At most `most` of the plans that no other beats, evenly chosen, the first and the last among them."""
+    if len(alternatives) <= most:
+        return list(alternatives)
+    return [alternatives[round(at * (len(alternatives) - 1) / (most - 1))] for at in range(most)]
+
+
+def plan_key(plan: Plan) -> str:
+    """Equal for plans that differ in their reasons alone."""
+    return repr(plan_dict(plan))
 
 
 def _on(plan: Plan) -> str:

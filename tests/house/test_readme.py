@@ -77,7 +77,7 @@ def test_the_readmes_commands_are_words_recipes_and_keys_that_exist() -> None:
         if recipe is None or "/" in recipe:
             continue
         assert recipe in recipe_names(), words
-        own = ("recipe=", "hardware=", "run=")
+        own = ("recipe=", "hardware=", "picture=", "run=")
         overrides = [word for word in words if "=" in word and not word.startswith(own)]
         load_recipe(recipe, overrides, None, Launch())
 
