@@ -13,6 +13,7 @@ from itertools import islice
 
 import numpy as np
 
+from finetune.checkpoint import store
 from finetune.contracts import StepResult
 from finetune.data.prefetch import Loaded, Prefetch, load
 from finetune.errors import FinetuneError, StoppedError
@@ -52,8 +53,8 @@ class Loop:
     def _train(self) -> None:
         job = self.job
         job.model.module.train()
-        if job.progress.step and self._evaluate_if_due() and not self._ended:
-            # The evaluation after this step was cut off by what stopped the run.
+        if job.progress.step and (self._evaluate_if_due() or self._save_cut_off) and not self._ended:
+            # The evaluation after this step, or its checkpoint, was cut off by what stopped the run.
             self._save()
         if wanted(job) and not self._ended:
             self._probe()
@@ -70,6 +71,17 @@ class Loop:
     @property
     def _ended(self) -> bool:
         return self.job.progress.ended(self.steps, self.job.recipe.train.stop_after)
+
+    @property
+    def _save_cut_off(self) -> bool:
+        """Whether the checkpoint of the present step is due and not there."""
+        progress, every = self.job.progress, self.job.recipe.checkpoint.every
+        due = progress.best_step == progress.step or (every is not None and progress.step % every == 0)
+        there = (
+            progress.saved is not None
+            and progress.saved.name == store.path_of(self.job.checkpoints, progress.step).name
+        )
+        return due and not there
 
     def _probe(self) -> None:
         job, rows = self.job, longest_rows(self.job)
@@ -178,7 +190,7 @@ class Loop:
         """The evaluation figures now, printed and written to the metrics; with `answers` the scores of answers too."""
         job = self.job
         started = time.perf_counter()
-        with job.update.visiting(), memory_named(f"the evaluation after step {job.progress.step}"):
+        with memory_named(f"the evaluation after step {job.progress.step}"), job.update.visiting():
             figures = self.evaluator.losses(job.splits.evaluate)
             if answers:
                 figures |= scores(job.model, job.splits.evaluate, job.recipe, job.precision, job.world)

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 
 from finetune.checkpoint import store
-from finetune.errors import NothingFitsError
+from finetune.errors import NothingFitsError, StoppedError
+from finetune.machine.collectives import World
 from finetune.planner.plan import Decision
 from finetune.planner.shrink import difference, in_place, mechanics, pins_in_the_way, smaller
 from finetune.planner.space import Space
 from finetune.telemetry import memory
+from finetune.telemetry.log import Log
 from finetune.train import state
 from finetune.train.job import Job
 
@@ -99,16 +101,48 @@ def set_random_states(device: torch.device, states: list[torch.Tensor]) -> None:
 def undo(job: Job) -> bool:
     """Takes back what a failed step left. False where weights or state may have moved, so that it cannot be."""
     moved = job.update.moved
-    if job.update.in_backward is not None:
-        job.update.in_backward.forget()
+    job.update.done()
+    _let_go(job)
     if job.update.stream is not None and not moved:
-        job.update.stream.recover()
+        try:
+            job.update.stream.recover()
+        except torch.OutOfMemoryError:
+            # Not even a block with its update has room, so the promised updates cannot be made here.
+            moved = True
+        _let_go(job)
+    return not moved
+
+
+def _let_go(job: Job) -> None:
     job.optimizer.zero_grad(set_to_none=True)
     for parameter in job.model.trainable().values():
         parameter.grad = None
     gc.collect()
     memory.tidy(job.world.device)
-    return not moved
+
+
+@contextmanager
+def smaller_where_full(
+    world: World,
+    decision: Decision,
+    space: Space,
+    begin: tuple[Path | None, int, list[dict[str, Any]]],
+    log: Log,
+) -> Iterator[None]:
+    """Around the building of a run's model: AgainError with a smaller plan where the device is too small for it. `begin`: the
+    checkpoint that the run starts from, its step, and what out-of-memory it met before."""
+    checkpoint, step, met = begin
+    try:
+        with memory_named("loading the model"):
+            yield
+    except DeviceFullError as full:
+        found = smaller(space, decision) if world.size == 1 else None
+        if found is None:
+            raise
+        before, after = mechanics(decision.plan), mechanics(found.plan)
+        log.notice(f"out of memory in {full.within}: starts again with {difference(before, after)}")
+        entry = {"step": step + 1, "where": full.within, "before": before, "after": after}
+        raise AgainError(checkpoint, [*met, entry]) from None
 
 
 def smaller_plan(job: Job, decision: Decision, space: Space, full: DeviceFullError) -> Decision:
@@ -129,12 +163,13 @@ def smaller_plan(job: Job, decision: Decision, space: Space, full: DeviceFullErr
     if whole and in_place(decision.plan, found.plan):
         job.log.notice(f"{told}; step {step + 1} is repeated" if step or "trial" not in full.within else told)
         return found
-    checkpoint = None
-    if whole and keep:
-        checkpoint = state.save(job)
-    elif not whole:
-        checkpoint = job.progress.saved
+    saved = _save_here(job) if whole and keep else None
+    whole = whole and (saved is not None or step == 0)
+    checkpoint = saved or (None if whole else job.progress.saved)
     since = f"from {checkpoint.name}" if checkpoint else "from the start"
+    if job.stop.asked is not None:
+        goes = f"go on with run.dir={job.folder} resume=auto" if keep else "run.keep=true"
+        raise StoppedError(f"stopped by {job.stop.asked}; {told}, {since}", str(job.folder), goes)
     why = "" if whole else " (weights had moved in the failed step)"
     job.log.notice(f"{told}; the model is built again and goes on {since}{why}")
     raise AgainError(checkpoint, job.progress.out_of_memory)
@@ -163,11 +198,15 @@ def _ended(job: Job, full: DeviceFullError, whole: bool, change: str) -> Nothing
 
 
 def _save_here(job: Job) -> Path | None:
-    """Writes the checkpoint from this process alone, unless another one does or did; None for a trial."""
+    """Writes the checkpoint from this process alone, unless another one does or did; None for a trial, and where not even
+    that has room."""
     if not job.recipe.run.keep:
         return None
     if job.world.size == 1:
-        return state.save(job)
+        try:
+            return state.save(job)
+        except torch.OutOfMemoryError:
+            return None
     target, claim = store.path_of(job.checkpoints, job.progress.step), job.folder / CLAIM
     try:
         os.close(os.open(claim, os.O_CREAT | os.O_EXCL))

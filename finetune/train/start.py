@@ -56,6 +56,7 @@ from finetune.train.recovery import (
     host_is_full,
     memory_named,
     smaller_plan,
+    smaller_where_full,
 )
 from finetune.train.run_rates import PLAN, hardware_of, stored
 
@@ -128,31 +129,32 @@ def _run_in(
     for notice in state.check_plan(saved[1], decision.plan, decision.precision) if saved else []:
         log.notice(notice)
     _enforce(recipe, world, decision)
-    with BytesProgress(log, "weights to host memory") as arriving:
-        room = host_room(recipe, host_free(), min(world.size, hardware.gpus or world.size))
-        host = host_blocks(decision.plan, recipe, world.device, room, arriving)
-        model = load_model(recipe, host or world.device, decision.precision, shape=shape, tokenizer=tokenizer)
-    document = max(rows.longest_document for rows in (splits.train, *splits.evaluate.values()))
-    for notice in (*model.notices, *check_lengths(model, longest, document)):
-        log.notice(notice)
-    ready = assemble(model, decision.plan, recipe.train.seed, world.device, decision.precision, host)
-    named, roles = model.trainable(), roles_of(model.module)
-    optimizer = build(recipe.optimizer, named, roles, recipe.model.trained, recipe.train.seed)
-    for notice in (
-        *notices(recipe.optimizer, named, roles),
-        *rate_notices(recipe.optimizer, recipe.train),
-        *schedule_notices(recipe.schedule, steps),
-    ):
-        log.notice(notice)
-    stream = streamed(model, decision.plan, recipe, host, optimizer, decision.precision)
-    job = Job(
-        recipe, decision.plan, world, decision.precision, folder, splits, order, TextTask(tokenizer.pad_token_id), model,
-        optimizer, Update(model, optimizer, decision.plan, world.device, stream), ready.key, ready.given,
-        loss_scale(decision.precision), Health(list(model.trainable())), StopSignal(log, recipe.run.keep), log, progress,
-    )  # fmt: skip
-    world.agree(lambda: rehearse(job, decision))
-    if checkpoint and saved:
-        _restore(job, checkpoint, saved)
+    with smaller_where_full(world, decision, space, (checkpoint, progress.step, met), log):
+        with BytesProgress(log, "weights to host memory") as arriving:
+            room = host_room(recipe, host_free(), min(world.size, hardware.gpus or world.size))
+            host = host_blocks(decision.plan, recipe, world.device, room, arriving)
+            model = load_model(recipe, host or world.device, decision.precision, shape=shape, tokenizer=tokenizer)
+        document = max(rows.longest_document for rows in (splits.train, *splits.evaluate.values()))
+        for notice in (*model.notices, *check_lengths(model, longest, document)):
+            log.notice(notice)
+        ready = assemble(model, decision.plan, recipe.train.seed, world.device, decision.precision, host)
+        named, roles = model.trainable(), roles_of(model.module)
+        optimizer = build(recipe.optimizer, named, roles, recipe.model.trained, recipe.train.seed)
+        for notice in (
+            *notices(recipe.optimizer, named, roles),
+            *rate_notices(recipe.optimizer, recipe.train),
+            *schedule_notices(recipe.schedule, steps),
+        ):
+            log.notice(notice)
+        stream = streamed(model, decision.plan, recipe, host, optimizer, decision.precision)
+        job = Job(
+            recipe, decision.plan, world, decision.precision, folder, splits, order, TextTask(tokenizer.pad_token_id), model,
+            optimizer, Update(model, optimizer, decision.plan, world.device, stream), ready.key, ready.given,
+            loss_scale(decision.precision), Health(list(model.trainable())), StopSignal(log, recipe.run.keep), log, progress,
+        )  # fmt: skip
+        world.agree(lambda: rehearse(job, decision))
+        if checkpoint and saved:
+            _restore(job, checkpoint, saved)
     job.progress.out_of_memory = met
     return _train(job, decision, steps, space)
 
@@ -200,7 +202,9 @@ def _train(job: Job, decision: Decision, steps: int, space: Space) -> Result:
             # The failed step's tensors hang on the frames of what this error came of.
             error.__context__ = None
             full = error.with_traceback(None)
-        decision = smaller_plan(job, decision, space, full)
+        job.stop.at_once = False
+        with job.stop:
+            decision = smaller_plan(job, decision, space, full)
         job = replace(job, plan=decision.plan)
         write_plan(job, decision)
 
@@ -213,7 +217,7 @@ def _train_with(job: Job, decision: Decision, steps: int) -> Result:
         memory.tidy(world.device)
         memory.reset_peak(world.device)
         if job.progress.step == 0 and not job.progress.samples_before:
-            with job.update.visiting(), memory_named("the sample answers before the first step"):
+            with memory_named("the sample answers before the first step"), job.update.visiting():
                 job.progress.samples_before = world.agree(lambda: finish.samples(job))
         with job.stop:
             Loop(job, evaluator, writer, steps).run()
@@ -231,7 +235,10 @@ def _open_metrics(job: Job) -> metrics.Metrics | None:
         (job.folder / SUMMARY).unlink(missing_ok=True)
         settings = job.recipe.model_dump(mode="json")
         trackers = job.recipe.run.trackers
-        opened.append(metrics.Metrics(job.folder, trackers, job.recipe.recipe, settings, job.progress.step))
+        # The evaluation before step 1 is a line of this history too, and is not made again.
+        goes_on = job.progress.step or job.progress.eval_before
+        last = job.progress.step if goes_on else None
+        opened.append(metrics.Metrics(job.folder, trackers, job.recipe.recipe, settings, last))
 
     job.world.agree(make)
     return opened[0] if opened else None
@@ -257,7 +264,7 @@ def _finish(job: Job, decision: Decision) -> Result:
 
 
 def _leave_result(job: Job, decision: Decision) -> dict[str, Any]:
-    with job.update.visiting(), memory_named("the sample answers after the last step"):
+    with memory_named("the sample answers after the last step"), job.update.visiting():
         after = finish.samples(job)
     finish.show_samples(job, after)
     keep = job.recipe.run.keep

@@ -283,9 +283,9 @@ class Streamed:
     def visiting(self) -> Iterator[None]:
         """Inside, updates are made and embedding and head are whole on the device, for evaluation and answers."""
         self.flush()
-        for tall in self.ends.all:
-            tall.parameter.data = tall.weight_VD.to(self.slots.device)
         try:
+            for tall in self.ends.all:
+                tall.parameter.data = tall.weight_VD.to(self.slots.device)
             yield
         finally:
             for tall in self.ends.all:
