@@ -254,13 +254,13 @@ class Streamed:
             tall.drop()
 
     def recover(self) -> None:
-        """After a step that broke off: updates promised before it are made, its own gradients are not used."""
+        """After a step that broke off, and once nothing runs on the device any more: its gradients are not used. Updates that
+        were promised before it, and that it did not come to, stay pending: those that it made are whole on the host."""
         if self.deferred is not None:
             self.deferred.recover()
-        self.slots.settle()
+        for tall in self.ends.trained:
+            tall.recover()
         self.slots.forget()
-        self.flush()
-        self.drop()
 
     @torch.no_grad()
     def flush(self) -> None:
