@@ -6,7 +6,6 @@ that is not here. machine/measuring makes the same value from the machine itself
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -64,6 +63,8 @@ class Rates:
         return asdict(self)
 
 
+SMALLEST, LARGEST = 1e-12, 1e24
+"""What a rate may be: beyond these, seconds made with it are no numbers."""
 REQUIRED = {each.name for each in fields(Rates) if each.type == "float"}
 """Fields that are a positive number."""
 OPTIONAL = {each.name for each in fields(Rates) if each.type == "float | None"}
@@ -82,7 +83,8 @@ def from_dict(values: Any) -> Rates:
         if value is None and name in OPTIONAL:
             continue
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value <= 0:
+        # Compared, since a whole number may be too large for a float.
+        if not number or not SMALLEST <= value <= LARGEST:
             raise ValueError(f"{name} is {value!r}, which is no positive number")
     wrong = [name for name in ("name", "source", "topology") if not isinstance(values[name], str)]
     wrong += [] if isinstance(values["gpus"], int) and values["gpus"] >= 0 else ["gpus"]

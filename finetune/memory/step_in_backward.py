@@ -69,17 +69,16 @@ class StepInBackward:
         self._handles = [p.register_post_accumulate_grad_hook(self._complete) for p in named.values()]
 
     def finish(self) -> list[Tensor]:
-        """After the backward: updates parameters that no row reached, with gradients of zero; the norms in model order."""
+        """After the backward: updates parameters that no row reached, with gradients of zero; the norms in model order. They
+        are kept until `forget`."""
         import torch
 
         for parameter in self.named.values():
             if parameter not in self._norms:
                 parameter.grad = torch.zeros_like(parameter)
                 self._complete(parameter)
-        norms = [self._norms[parameter] for parameter in self.named.values()]
-        self._norms.clear()
         self.mode = "gather"
-        return norms
+        return [self._norms[parameter] for parameter in self.named.values()]
 
     @property
     def begun(self) -> bool:
@@ -87,7 +86,7 @@ class StepInBackward:
         return bool(self._norms)
 
     def forget(self) -> None:
-        """After a step that broke off."""
+        """After a step that is over, or broke off."""
         self._norms.clear()
         self.mode = "gather"
 

@@ -138,6 +138,8 @@ def check(model: Model, layers: Layers, packed: bool) -> None:
         own = [_whole(model, layers, batch) for batch in batches]
         try:
             ours, apart = _one_by_one(model, layers, batches)
+        except torch.OutOfMemoryError:
+            raise
         except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
             raise _shared(model, f": {str(error).splitlines()[0]}" if str(error) else "") from error
     if not apart or not all(is_close(first, second) for first, second in zip(own, ours, strict=True)):

@@ -56,6 +56,8 @@ def verify_packing(model: Model) -> None:
     with mode_of(model, training=False):
         try:
             row = hidden_states(model, together)
+        except torch.OutOfMemoryError:
+            raise
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise _fault(model, f"does not take a mask for packed rows ({error})", "set data.pack=false") from error
         for cut in cuts:

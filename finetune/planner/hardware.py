@@ -20,6 +20,8 @@ CONTEXT_BYTES = 940 * 2**20
 for Triton's kernels and for streams; 866 (LoRA) and 941 MiB (full) in whole streamed runs (benchmarks/results/rehearsal.jsonl).
 Smaller cards have smaller contexts, so there it is on the safe side."""
 UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": GIB, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+LARGEST = 2**60
+"""The most bytes that a size may say: more is a slip of the keys."""
 EXAMPLES = "1x24GB,64GB (GPUs x memory of each, host memory), 8x80GB, 0,32GB (no GPU)"
 
 
@@ -69,7 +71,7 @@ def _machine(part: str, text: str) -> Hardware:
         return PRESETS[part]
     if part == "0":
         return Hardware("cpu", "", 0, 0, 0, 8, rates=CPU)
-    match = re.fullmatch(r"(\d+)\s*[xX]\s*(\S.*)", part)
+    match = re.fullmatch(r"(\d{1,6})\s*[xX]\s*(\S.*)", part)
     if match is None:
         raise _bad(text)
     count, rest = int(match[1]), match[2]
@@ -86,7 +88,10 @@ def _size(part: str, text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)", part, re.IGNORECASE)
     if match is None:
         raise _bad(text)
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    size = float(match[1]) * UNITS[match[2].upper()]
+    if size > LARGEST:
+        raise _bad(text)
+    return int(size)
 
 
 def _bad(text: str) -> InputError:

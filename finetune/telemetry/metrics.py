@@ -30,10 +30,13 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Metrics:
-    """Appends lines to `metrics.jsonl` and hands the numbers to the trackers. Only rank 0 makes one."""
+    """Appends lines to `metrics.jsonl` and hands the numbers to the trackers. Only rank 0 makes one.
+
+    `step` is the last step of the history that goes on; None where it begins.
+    """
 
     def __init__(
-        self, folder: Path, trackers: Sequence[str], name: str, settings: Mapping[str, Any], step: int
+        self, folder: Path, trackers: Sequence[str], name: str, settings: Mapping[str, Any], step: int | None
     ) -> None:
         self.path = folder / "metrics.jsonl"
         try:
@@ -86,11 +89,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Drops the lines of steps after `step`, which the resumed run writes again. Step 0 drops all of them."""
+def _keep_until(path: Path, step: int | None) -> None:
+    """Drops the lines of steps after `step`, which the resumed run writes again; None drops all of them."""
     if not path.exists():
         return
-    kept = [line for line in read(path) if step and line["step"] <= step]
+    kept = [] if step is None else [line for line in read(path) if line["step"] <= step]
     aside = path.with_suffix(".jsonl.new")
     aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
     aside.replace(path)

@@ -206,7 +206,12 @@ class Update:
         else:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def done(self) -> None:
+        """The step is over: nothing of it is left that could break off."""
         self._moving = False
+        if self.in_backward is not None:
+            self.in_backward.forget()
 
     def settle(self) -> None:
         """After a resume: brings restored state to where it lives."""

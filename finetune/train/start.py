@@ -229,7 +229,9 @@ def _open_metrics(job: Job) -> metrics.Metrics | None:
         (job.folder / SUMMARY).unlink(missing_ok=True)
         settings = job.recipe.model_dump(mode="json")
         trackers = job.recipe.run.trackers
-        opened.append(metrics.Metrics(job.folder, trackers, job.recipe.recipe, settings, job.progress.step))
+        # The evaluation before step 1 is a line of this history too, and is not made again.
+        last = job.progress.step if job.progress.step or job.progress.eval_before else None
+        opened.append(metrics.Metrics(job.folder, trackers, job.recipe.recipe, settings, last))
 
     job.world.agree(make)
     return opened[0] if opened else None

@@ -70,6 +70,7 @@ def train_step(job: Job, rows: Sequence[int], steps: int, loaded: Loaded | None 
     elif job.update.in_backward is None:
         factor = clip(_gradients(job), norm_value, job.recipe.train.max_grad_norm)
         job.update.step(factor)
+    job.update.done()
     warning = job.health.zero_gradients(zeros)
     if warning:
         job.log.warn(f"step {job.progress.step + 1}: {warning}")

@@ -161,3 +161,10 @@ def test_how_gpus_are_joined_is_read_from_the_drivers_table() -> None:
     )
     assert joined(table, 3) == "NV18, SYS"
     assert joined("nothing", 2) == ""
+
+
+@pytest.mark.parametrize("value", [10**400, 1e30, 1e-300, 5e-324])
+def test_rates_that_seconds_cannot_be_made_with_are_refused(value: float) -> None:
+    """A whole number too large for a float is one of them: JSON has such."""
+    with pytest.raises(ValueError, match="fp32_operations_per_s"):
+        from_dict({**CPU.as_dict(), "fp32_operations_per_s": value})

@@ -117,3 +117,12 @@ def test_what_this_process_holds_counts_as_its_own(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(hardware, "host_free", lambda: 10**9)
     monkeypatch.setattr(hardware, "own_bytes", lambda: 4 * 10**8)
     assert detect("cpu").host_bytes == 14 * 10**8
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"1x{'9' * 400}GB", f"1x24GB,{'9' * 400}GB", f"{'9' * 5000}x24GB", "99999999999999999999x24GB", "1x9999999TB"],
+)
+def test_numbers_that_no_machine_has_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="is not a machine"):
+        parse(text)
