@@ -69,7 +69,8 @@ def device_bytes(shape: Shape, storage: Storage, work: Work, mode: Mode, on: boo
     if not on:
         return kept
     attention = (shape.blocks * attention_kept(shape, storage, work)) if mode == "selective" else 0
-    near = min(shape.blocks, IN_FLIGHT + 1)
+    # Without a GPU a copy is over when it is asked for: a block that leaves stands beside nothing but the last one's.
+    near = min(shape.blocks, IN_FLIGHT + 1 if storage.device == "cuda" else 1)
     small = work.tokens * _small(shape, storage) * kept_blocks(shape.blocks, mode)
     return min(kept, attention + small + -(-(kept - attention) * near // shape.blocks))
 
