@@ -34,7 +34,7 @@ def estimate_streamed(case: Case) -> estimate.Estimate:
     checked = Bytes({"slots": streaming.slots_bytes(case), "workspace": ends.weights})
     # Evaluation has what passes in parts whole on the device.
     visit = Bytes({"weights": ends.visiting}) + estimate.evaluation(case)
-    flush = Bytes({"passing updates": figures.passing}) if figures.gradients else Bytes()
+    flush = _Moments(case, figures, ends).flush()
     phases = {
         "load": Bytes({"weights": outside}) + max(made, checked, key=lambda moment: moment.total),
         "step": run + max(_Moments(case, figures, ends).all(), key=lambda moment: moment.total),
@@ -69,12 +69,20 @@ class _Moments:
         """What stands when the last block is reached and left: the hidden states, the batches, boundaries that stay."""
         return self._around_with(self.case.shape.blocks)
 
+    def flush(self) -> Bytes:
+        """Updates that pass without a forward: those that were promised, before weights are read."""
+        if not self.figures.gradients:
+            return Bytes()
+        largest = max((t.elements for t in self.case.tensors if t.role not in ("embedding", "head")), default=0)
+        return Bytes({"passing updates": self.figures.passing, "workspace": self._update_bytes(largest)})
+
     def _around_with(self, blocks: int) -> Bytes:
         """As `_around`, with the boundaries of the first `blocks` blocks."""
         plan, storage = self.case.plan, self.case.storage
         kept = 0 if plan.activation_offload else blocks * self.figures.boundary
         mask = activations.attention_mask(storage, self.case.work) * (self.case.step_rows if storage.packed else 1)
-        return Bytes({"carry": self.figures.carry, "boundaries": kept, "batch": self._batch, "attention mask": mask})
+        batch = self._batch + self._tables
+        return Bytes({"carry": self.figures.carry, "boundaries": kept, "batch": batch, "attention mask": mask})
 
     @property
     def _each(self) -> int:
@@ -113,6 +121,14 @@ class _Moments:
     def _batch(self) -> int:
         """Ids and labels of all micro-batches, with document ids and positions where rows are packed; int64."""
         return self.case.step_tokens * 8 * (4 if self.case.storage.packed else 2)
+
+    @property
+    def _tables(self) -> int:
+        """Rotary tables, which each micro-batch has of its own."""
+        storage, work, plan = self.case.storage, self.case.work, self.case.plan
+        parts = -(-self.case.step_rows // plan.micro_batch)
+        each = 2 * self.case.shape.head_dim * (storage.compute if storage.fast else storage.stream) * work.length
+        return parts * each * (work.rows if storage.packed else 1)
 
     def _update_bytes(self, elements: int) -> int:
         """Temporaries of the update of a tensor of so many elements."""

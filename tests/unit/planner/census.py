@@ -28,7 +28,7 @@ from finetune.contracts import Batch, Plan, Row
 from finetune.data.prefetch import load
 from finetune.kernels import swiglu
 from finetune.kernels.precision import compute
-from finetune.memory import host
+from finetune.memory import host, weight_streaming
 from finetune.memory.case import Case, case_of
 from finetune.memory.host_rows import HostRows
 from finetune.memory.storage import storage_of
@@ -135,8 +135,16 @@ class Found:
 
     @property
     def planned_rest(self) -> int:
+        """What stands between steps; the gradient of the first hidden states does until an embedding's update passes."""
         causes = self.planned.phases["save"].causes
-        return sum(causes.get(cause, 0) for cause in STANDING)
+        kept = 0
+        if self.case.plan.weights == "streamed" and self.case.storage.trained and self._ends.embedding_passes:
+            kept = weight_streaming.streaming_of(self.case).carry
+        return kept + sum(causes.get(cause, 0) for cause in STANDING)
+
+    @property
+    def _ends(self) -> weight_streaming.StreamedEnds:
+        return weight_streaming.ends_of(self.case)
 
     @property
     def planned_host(self) -> int:
@@ -149,6 +157,10 @@ class Found:
         found = {"rest": self.planned_rest / self.rest}
         for phase, count in (("step", self.step), ("evaluate", self.evaluation)):
             found[phase] = (self.planned_of(phase) - self.planned_rest) / (count - self.rest)
+        if self.case.plan.weights == "streamed":
+            # A CPU evaluates with the host's own copies of what comes whole.
+            planned = self.planned_of("evaluate") - self._ends.visiting - self.planned_rest
+            found["evaluate"] = planned / (self.evaluation - self.rest)
         if self.host or self.planned_host:
             found["host"] = self.planned_host / max(self.host, 1)
         return found
