@@ -10,7 +10,7 @@ The plain form of the gate's backward has temporaries that a GPU's kernel has no
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Batch, Plan, Row
@@ -73,14 +72,21 @@ class Census(TorchDispatchMode):
         self.now -= self._sizes.pop(key, 0)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in tree_iter((args, kwargs)):
-            if isinstance(value, Tensor):
-                self.add(value, counted=False)
-        out = function(*args, **(kwargs or {}))
-        for value in tree_iter(out):
-            if isinstance(value, Tensor):
-                self.add(value)
+        kwargs = kwargs or {}
+        for value in _tensors((*args, *kwargs.values())):
+            self.add(value, counted=False)
+        out = function(*args, **kwargs)
+        for value in _tensors((out,)):
+            self.add(value)
         return out
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 class Pages:
@@ -155,12 +161,13 @@ class Found:
     def ratios(self) -> dict[str, float]:
         """Planned by counted. Of a step and an evaluation: of what comes and goes in it."""
         found = {"rest": self.planned_rest / self.rest}
-        for phase, count in (("step", self.step), ("evaluate", self.evaluation)):
-            found[phase] = (self.planned_of(phase) - self.planned_rest) / (count - self.rest)
+        found["step"] = (self.planned_of("step") - self.planned_rest) / (self.step - self.rest)
+        planned = self.planned_of("evaluate")
         if self.case.plan.weights == "streamed":
             # A CPU evaluates with the host's own copies of what comes whole.
-            planned = self.planned_of("evaluate") - self._ends.visiting - self.planned_rest
-            found["evaluate"] = planned / (self.evaluation - self.rest)
+            planned = max(planned - self._ends.visiting, self.planned_of("save"))
+        if self.evaluation:
+            found["evaluate"] = (planned - self.planned_rest) / (self.evaluation - self.rest)
         if self.host or self.planned_host:
             found["host"] = self.planned_host / max(self.host, 1)
         return found
@@ -182,8 +189,8 @@ def full_rows() -> list[Row]:
     return [Row(number, row, row.copy(), (LENGTH,), (number,)) for number, row in enumerate(ids)]
 
 
-def census(recipe: Recipe, plan: Plan) -> Found:
-    """Runs two steps of ROWS rows under the plan and an evaluation of one micro-batch, and counts."""
+def census(recipe: Recipe, plan: Plan, evaluated: bool = True) -> Found:
+    """Runs two steps of ROWS rows under the plan and, if `evaluated`, an evaluation of one micro-batch, and counts."""
     with counted_pages() as pages:
         job = loaded_job(recipe, plan, full_rows())
         live = Census()
@@ -195,8 +202,9 @@ def census(recipe: Recipe, plan: Plan) -> Found:
                 one_step(job, live)
             step = live.peak
             live.begin()
-            evaluate(job, live)
-            evaluation = live.peak
+            if evaluated:
+                evaluate(job, live)
+            evaluation = live.peak if evaluated else 0
         storage = storage_of(job.model.shape, recipe, "fp32")
         case = case_of(job.model.shape, storage, plan, LENGTH, ROWS, optimizer_bytes(recipe))
         case = replace(case, update_bytes=update_bytes(recipe))
@@ -205,15 +213,16 @@ def census(recipe: Recipe, plan: Plan) -> Found:
 
 def _on_host(job: Job, live: Census) -> int:
     """Takes in what a job's model holds; returns the bytes of a table that is looked up on the host."""
-    spans = [tall.weight_VD.untyped_storage().data_ptr() for tall in job.update.stream.ends.all] if job.update.stream else []
-    if job.update.stream:
-        spans += [flat.host.untyped_storage().data_ptr() for flat in job.update.stream.host.flats]
+    spans: list[int] = []
+    stream = job.update.stream
+    if stream is not None:
+        pages = [*(tall.weight_VD for tall in stream.ends.all), *(flat.host for flat in stream.host.flats)]
+        spans = [tensor.untyped_storage().data_ptr() for tensor in pages]
+        # Loading has used them.
+        for slot in (*stream.slots._slots, *stream.slots._own.values()):
+            live.add(slot.octets)
     for tensor in [*job.model.module.parameters(), *job.model.module.buffers()]:
         live.add(tensor.data, counted=tensor.untyped_storage().data_ptr() not in spans)
-    if job.update.stream:
-        slots = job.update.stream.slots
-        for slot in (*slots._slots, *slots._own.values()):
-            live.add(slot.octets)
     tables = [part for part in job.model.module.modules() if isinstance(part, HostRows)]
     for table in tables:
         live.add(table.weight, counted=False)
@@ -236,7 +245,8 @@ def _take(batch: Batch, live: Census) -> None:
 
 def evaluate(job: Job, live: Census) -> None:
     """The loss of one micro-batch, as train/after does it."""
-    (batch, *_) = load((0, 0, np.arange(job.plan.micro_batch)), job.splits.train, job.task, (0, 1, job.plan.micro_batch)).batches
+    count = job.plan.micro_batch
+    (batch,) = load((0, 0, np.arange(count)), job.splits.train, job.task, (0, 1, count)).batches
     _take(batch, live)
     job.model.module.eval()
     with torch.no_grad(), job.update.visiting(), compute(job.world.device, job.precision), given_ids(job, batch):
