@@ -185,7 +185,9 @@ class _Parts:
         if storage.trained and storage.part is None:
             return storage.weight * shape.block_parameters
         ends = ("embedding", "head")
-        return storage.weight * sum(t.count * t.elements for t in self.case.tensors if t.role not in ends) // shape.blocks
+        return (
+            storage.weight * sum(t.count * t.elements for t in self.case.tensors if t.role not in ends) // shape.blocks
+        )
 
     def _block(self, again: bool) -> Bytes:
         shape, storage, work, plan = self.case.shape, self.case.storage, self.case.work, self.case.plan

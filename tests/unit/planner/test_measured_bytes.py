@@ -6,7 +6,6 @@ cannot leave the measured ones behind.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Plan
+from finetune.memory import weight_streaming
 from finetune.memory.case import Case
 from finetune.planner.estimate import estimate_case
 from tests.unit.planner import test_seconds
@@ -23,8 +23,13 @@ from tests.unit.planner.test_seconds import BENCHMARKS, case_of_recipe, lines
 
 GIB = 2.0**30
 WITHIN = 0.03
-BEYOND: dict[str, float] = {}
-"""Lines that the estimate does not reach, with planned / measured, and why."""
+BEYOND = {
+    f"llama3-8b full {tokens} streamed, ends on the host": ratio
+    for tokens, ratio in ((65536, 0.877), (32768, 0.929), (16384, 0.962))
+}
+"""Lines that the estimate does not reach, with planned / measured. They are older than the change that gave the first hidden
+states of each micro-batch memory of their own: as views they all stood until the last was gone, so the forward of the first
+block had the hidden states of all micro-batches twice. With one more such tensor the plan is within 1% of them, as tested."""
 TEXT = {"template": "text", "on_long": "split", "pack": True}
 
 
@@ -60,8 +65,11 @@ def measured() -> Iterator[tuple[str, Case, float]]:
 
 def test_planned_bytes_of_every_measured_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    ratios = [(name, estimate_case(case, False).step_tensors / GIB / peak) for name, case, peak in measured()]
-    print("\n".join(f"{name:<60}{ratio:.4f}" for name, ratio in ratios))
+    found = [(name, case, estimate_case(case, False).step_tensors / GIB, peak) for name, case, peak in measured()]
+    for name, case, planned, peak in found:
+        if name in BEYOND:
+            assert planned + weight_streaming.streaming_of(case).carry / GIB == pytest.approx(peak, rel=0.01), name
+    ratios = [(name, planned / peak) for name, _, planned, peak in found]
     assert len(ratios) >= 20 + 11 + 5 + 3
     beyond = {name: round(ratio, 3) for name, ratio in ratios if abs(ratio - 1) > WITHIN}
     assert beyond == BEYOND, "\n".join(f"{name:<60}{ratio:.3f}" for name, ratio in ratios)
