@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from frontier_run import made_with
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
@@ -102,6 +103,7 @@ def main() -> None:
         else:
             peak = 0
         line = {"form": name, "forward_ms": first, "both_ms": second, "recomputed_ms": first + second, "peak": peak}
+        line |= {"rows": rows, "length": length, **made_with()}
         print(json.dumps(line), flush=True)
 
     def plain(layer: nn.Module) -> Callable[[Tensor], Any]:

@@ -82,10 +82,7 @@ def watched(most: dict[str, int]) -> Iterator[None]:
 
 def part(arguments: argparse.Namespace, folder: Path, until: int) -> None:
     """Runs to step `until` in this process, and prints what was seen as a line of JSON."""
-    import torch
-
     import finetune
-    from finetune.telemetry import memory
 
     most: dict[str, int] = {}
     recipe = recipe_of(arguments, folder, until)
@@ -100,7 +97,12 @@ def part(arguments: argparse.Namespace, folder: Path, until: int) -> None:
             {
                 "planned_gib": round(summary["peak_gpu_bytes_planned"] / GIB, 3),
                 "peak_gib": round(summary["peak_gpu_bytes_measured"] / GIB, 3),
-                "reserved_gib": round(memory.reserved_gpu_bytes(torch.device(_device())) / GIB, 3),
+                "reserved_gib": round(summary["reserved_gpu_bytes_measured"] / GIB, 3),
+                "phases_gib": {
+                    name: {phase: round(most / GIB, 3) for phase, most in peaks.items()}
+                    for name, peaks in summary["peak_gpu_bytes_by_phase"].items()
+                    if name != "above_step"
+                },
                 "process_gib": round(most.get("gpu", 0) / GIB, 3),
                 "host_planned_gib": round(summary["host_bytes_planned"] / GIB, 3),
                 "host_gib": round(most["host"] / GIB, 3),

@@ -91,8 +91,10 @@ class Bytes:
         return sum(self.causes.values())
 
     def __add__(self, other: Bytes) -> Bytes:
-        names = [*self.causes, *(name for name in other.causes if name not in self.causes)]
-        return Bytes({name: self.causes.get(name, 0) + other.causes.get(name, 0) for name in names})
+        causes = dict(self.causes)
+        for name, count in other.causes.items():
+            causes[name] = causes.get(name, 0) + count
+        return Bytes(causes)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,26 @@ def held(folder: Path) -> Iterator[str]:
         os.close(descriptor)
 
 
+@contextmanager
+def alone(path: Path) -> Iterator[bool]:
+    """True where no other process is inside at the moment; false at once where one is. Ends with its process."""
+    import fcntl
+
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    mine = True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        mine = error.errno not in TAKEN
+    try:
+        yield mine
+    finally:
+        if mine:
+            with suppress(OSError):
+                path.unlink()
+        os.close(descriptor)
+
+
 def _take(path: Path) -> tuple[int, str]:
     import fcntl
 

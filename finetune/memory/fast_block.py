@@ -7,6 +7,8 @@ stream after it, and the outputs of gate and up. Nothing is kept twice, and no w
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from finetune.contracts import Shape
 from finetune.memory.storage import Storage, Work, place_of
 
@@ -86,6 +88,7 @@ def _attention_forward(shape: Shape, storage: Storage) -> int:
     return thin + max(read + made, made + storage.compute * queries + 4 * shape.heads, thin + 2 * read)
 
 
+@lru_cache(4096)
 def _attention_backward(shape: Shape, storage: Storage, work: Work) -> int:
     """Bytes of attention's backward beyond what the upper half saved: the stream's gradient, the MLP's input's, the
     residual's, attention's output's, those of q, k and v. A GPU's flash kernel sums q's in fp32, and has one of k and one
@@ -108,6 +111,7 @@ def _mlp_parameters(shape: Shape) -> int:
     return sum(linear.parameters for linear in shape.linears if place_of(linear, shape) in ("mlp_in", "mlp_out"))
 
 
+@lru_cache(4096)
 def _mlp(shape: Shape, storage: Storage, work: Work) -> int:
     """Bytes that the MLP leaves for backward, or has again in it: in tiles its whole input, whose place the input's
     gradient takes, and the rest of one tile."""
@@ -118,6 +122,7 @@ def _mlp(shape: Shape, storage: Storage, work: Work) -> int:
     return work.tokens * read + work.mlp_tokens * inside
 
 
+@lru_cache(4096)  # the planner asks for the same few thousand times
 def _upper(shape: Shape, storage: Storage, work: Work) -> int:
     """The attention half: inputs of both norms with a scale each, and what q, k, v, attention and the output keep."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -132,6 +137,7 @@ def _upper(shape: Shape, storage: Storage, work: Work) -> int:
     return token + _thin(shape, storage, ("attention_in", "attention_out"))
 
 
+@lru_cache(4096)
 def _half(shape: Shape, storage: Storage) -> int:
     """The MLP: its input where it is read, and the outputs of gate and up."""
     read = storage.compute * shape.hidden if _reads(shape, storage, "mlp_in") else 0

@@ -104,6 +104,8 @@ class StreamedEnds:
     visiting: int
     head_comes: int
     """Bytes of a head's weight that comes whole for the head's phase of a step (0: it is on the device, or passes)."""
+    checked: int
+    """Bytes of a head's weight that comes whole for the checks of a loaded model."""
 
     def head_moments(self, case: Case) -> list[Bytes]:
         """The two passes of a head over the labelled positions, if every position has a label."""
@@ -152,6 +154,7 @@ def ends_of(case: Case) -> StreamedEnds:
     one = max((t.state for t in case.tensors if t.role in ("embedding", "head")), default=0)
     looked_up = on_host["embedding"] and not (storage.trained or shape.tied)
     with_update = each * part + (int(share * one) + each * part if storage.trained else 0)
+    checked = elements["embedding" if shape.tied else "head"] if on_host["embedding" if shape.tied else "head"] else 0
     return StreamedEnds(
         weights=each * moved,
         gradients=storage.weight * moved if storage.trained else 0,
@@ -162,6 +165,7 @@ def ends_of(case: Case) -> StreamedEnds:
         head_passes=head_passes,
         visiting=each * (moved - (elements["embedding"] if looked_up else 0)),
         head_comes=each * elements["head"] if comes else 0,
+        checked=each * checked,
     )
 
 

@@ -162,10 +162,10 @@ def _loaded(recipe: Recipe, device: torch.device, precision: Precision, given: A
     return model
 
 
-def _ends(model: Model) -> dict[str, nn.Parameter]:
-    """The matrices of embedding and head, where they are nothing more."""
+def _ends(model: Model) -> dict[str, nn.Module]:
+    """Embedding and head, where they are a matrix and nothing more."""
     sides = {"embedding": model.base.get_input_embeddings(), "head": model.base.get_output_embeddings()}
-    return {name: side.weight for name, side in sides.items() if type(side) in (nn.Embedding, nn.Linear)}
+    return {name: side for name, side in sides.items() if type(side) in (nn.Embedding, nn.Linear)}
 
 
 def _is_mixed(module: nn.Module, precision: Precision) -> bool:

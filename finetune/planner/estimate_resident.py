@@ -30,8 +30,9 @@ StateBytes = Callable[[int, str], int]
 UpdateBytes = Callable[[int, str], int]
 """Bytes of temporaries of one tensor's update, by its elements and the device's type."""
 
-HOST_PROCESS = {"cpu": 700 * 2**20, "cuda": 3 * 2**30}
-"""Resident bytes of a Python process with torch, transformers and peft loaded; 560 MiB measured on a CPU."""
+HOST_PROCESS = {"cpu": 700 * 2**20, "cuda": 1792 * 2**20}
+"""Resident bytes of a Python process with torch, transformers and peft loaded; 560 MiB measured on a CPU, 1.2 to 1.6 GiB
+beside what is planned by name in whole streamed runs on an H200 (benchmarks/results/{rehearsal,frontier}.jsonl)."""
 LOADING_TENSORS = 4
 """Tensors that may pass through host memory at once while weights are loaded and moved to a GPU."""
 BESIDE_TENSORS = ("context", "allocator", "process")
@@ -76,7 +77,11 @@ class Estimate:
     @property
     def step_tensors(self) -> int:
         """The step's tensors alone: what torch's allocator counts as allocated."""
-        return sum(count for cause, count in self.phases["step"].causes.items() if cause not in BESIDE_TENSORS)
+        return self.tensors("step")
+
+    def tensors(self, phase: str) -> int:
+        """A phase's tensors alone."""
+        return sum(count for cause, count in self.phases[phase].causes.items() if cause not in BESIDE_TENSORS)
 
     @property
     def peak(self) -> int:

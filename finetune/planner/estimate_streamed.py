@@ -29,9 +29,9 @@ def estimate_streamed(case: Case) -> estimate.Estimate:
     # Adapters hardly count beside a block; a model's own norm does not at all.
     weights = Bytes({"weights": outside, "slots": streaming.slots_bytes(case)})
     run = weights + Bytes({"optimizer": state})
-    # What is made on the device goes to the host one by one; the checks of a loaded model have its ends on the device.
+    # What is made on the device goes to the host one by one; the checks of a loaded model have its head on the device.
     made = Bytes({"slots": figures.block, "workspace": estimate.staging_bytes(shape, storage)})
-    checked = Bytes({"slots": streaming.slots_bytes(case), "workspace": ends.weights})
+    checked = Bytes({"slots": streaming.slots_bytes(case), "workspace": ends.checked})
     # Evaluation has what passes in parts whole on the device.
     visit = Bytes({"weights": ends.visiting}) + estimate.evaluation(case)
     flush = _Moments(case, figures, ends).flush()

@@ -15,9 +15,10 @@ from finetune.errors import InputError
 from finetune.machine.rates import ASSUMED, CPU, ROWS, Rates, row_of
 
 GIB = 2**30
-CONTEXT_BYTES = 600 * 2**20
-"""What a process takes on a GPU before its first tensor: context, kernels, library workspaces. An assumption until the
-machine is measured; about 0.5 GiB was seen on an H200."""
+CONTEXT_BYTES = 940 * 2**20
+"""What a process takes on a GPU beside what torch's allocator holds: on an H200 620 MiB of context, 65 of cuBLAS, and the rest
+for Triton's kernels and for streams; 866 (LoRA) and 941 MiB (full) in whole streamed runs (benchmarks/results/rehearsal.jsonl).
+Smaller cards have smaller contexts, so there it is on the safe side."""
 UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": GIB, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 EXAMPLES = "1x24GB,64GB (GPUs x memory of each, host memory), 8x80GB, 0,32GB (no GPU)"
 

@@ -135,7 +135,8 @@ def _levers(decision: Decision, shape: Shape, recipe: Recipe) -> Table:
         saved, cost = lever.saves(shown), lever.slowdown(shown)
         verb = "" if on else "would: "
         label = {True: "on", False: "off"}.get(value, str(value)) if on else "off"
-        table.add_row(lever.name, label, verb + size(saved), f"{verb}{cost:.0%}", lever.exact, lever.note)
+        bytes_saved = size(saved) if saved > 0 else "nothing"
+        table.add_row(lever.name, label, verb + bytes_saved, f"{verb}{cost:.0%}", lever.exact, lever.note)
     return table
 
 

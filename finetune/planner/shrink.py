@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from finetune.contracts import Plan
+from finetune.errors import InputError
 from finetune.planner.pins import pinned_fields
 from finetune.planner.plan import Decision
 from finetune.planner.space import Candidate, Space
@@ -18,9 +19,12 @@ from finetune.planner.words import size
 
 IN_PLACE = ("micro_batch", "loss_chunk")
 """What a run can change between two steps; anything else is built into the model when it is assembled."""
-CLEARLY = 0.1
-"""The share that the next plan has to save of what the smallest plan would save: gains that are smaller are within what
-estimates are off by, and would cost a failed step each."""
+CLEARLY = 0.05
+"""The share of the failed plan's bytes that the next one has to save, where any plan does: a smaller gain is within what
+estimates are off by."""
+
+OTHER_PINS = ("exact", "weights", "resident_blocks", "slots", "head_placement")
+"""Keys of plan.* that take plans away, beside the micro-batch and the levers."""
 
 
 def mechanics(plan: Plan) -> dict[str, Any]:
@@ -41,43 +45,62 @@ def in_place(before: Plan, after: Plan) -> bool:
     return all(one[name] == two[name] for name in one if name not in IN_PLACE)
 
 
-def smaller(space: Space, decision: Decision, only_in_place: bool = False) -> Decision | None:
-    """The fastest plan with clearly fewer planned bytes than the decision's; None where none has fewer."""
-    planned = decision.estimate.peak
+def smaller(space: Space, decision: Decision, only_in_place: bool = False, again: int = 0) -> Decision | None:
+    """The fastest plan whose step has clearly fewer planned bytes than the decision's; else the smallest with fewer; else
+    None. No other phase may need more than before. `again`: how often this step failed before; each time the share doubles, so
+    that a few attempts suffice."""
+    planned = decision.estimate.step_tensors
     found = [
         each
         for each in _candidates(space)
-        if each.bytes < planned
+        if each.estimate.step_tensors < planned
+        and each.bytes <= decision.estimate.peak
         and (space.budget.device == "cpu" or space.budget.host_lack(each.estimate) <= 0)
         and (not only_in_place or in_place(decision.plan, each.plan))
     ]
     if not found:
         return None
-    least = min(each.bytes for each in found)
-    clear = [each for each in found if each.bytes <= planned - CLEARLY * (planned - least)]
-    chosen = min(clear, key=lambda each: (each.seconds, each.bytes))
-    return _taken(
-        decision, chosen, f"memory ran out under a plan of {size(planned)}; this one needs {size(chosen.bytes)}"
-    )
+    clear = [each for each in found if each.estimate.step_tensors <= planned * (1 - CLEARLY * 2**again)]
+    if clear:
+        chosen = min(clear, key=lambda each: (each.seconds, each.estimate.step_tensors))
+    else:
+        chosen = min(found, key=lambda each: (each.estimate.step_tensors, each.seconds))
+    needs = size(chosen.estimate.step_tensors)
+    return _taken(decision, chosen, f"memory ran out in a plan of {size(planned)}; this one's step needs {needs}")
 
 
-def again(space: Space, decision: Decision, wanted: Mapping[str, Any]) -> Decision | None:
+def found_again(space: Space, decision: Decision, wanted: Mapping[str, Any]) -> Decision | None:
     """The decision for a plan that an earlier part of the run went over to; None where it is no plan of this space (other
     pins, another machine)."""
     for each in _candidates(space):
-        if mechanics(each.plan) == dict(wanted):
-            return _taken(decision, each, f"memory ran out earlier in this run; its plan needs {size(each.bytes)}")
+        values = mechanics(each.plan)
+        # An earlier version does not say all of them.
+        if all(values.get(name) == value for name, value in wanted.items()):
+            return _taken(
+                decision,
+                each,
+                f"memory ran out earlier in this run; its plan's step needs {size(each.estimate.step_tensors)}",
+            )
     return None
 
 
 def pins_in_the_way(space: Space, decision: Decision) -> list[str]:
     """The pins without any one of which a smaller plan would exist, as `plan.micro_batch=4`; all of them where it takes
     several; none where no smaller plan exists anyhow."""
-    pins = pinned_fields(space.recipe)
-    if not pins:
-        return []
-    alone = [pin for pin in pins if smaller(_without(space, [pin]), decision) is not None]
-    return alone or (pins if smaller(_without(space, pins), decision) is not None else [])
+    other = {field: getattr(space.recipe.plan, field) for field in OTHER_PINS}
+    pins = [
+        *pinned_fields(space.recipe),
+        *(f"plan.{field}={value}" for field, value in other.items() if value != "auto"),
+    ]
+    alone = [pin for pin in pins if _helps(space, [pin], decision)]
+    return alone or (pins if pins and _helps(space, pins, decision) else [])
+
+
+def _helps(space: Space, pins: list[str], decision: Decision) -> bool:
+    try:
+        return smaller(_without(space, pins), decision) is not None
+    except InputError:  # the other pins contradict it
+        return False
 
 
 def _without(space: Space, pins: list[str]) -> Space:
@@ -93,4 +116,10 @@ def _candidates(space: Space) -> list[Candidate]:
 def _taken(decision: Decision, chosen: Candidate, reason: str) -> Decision:
     kept = tuple(text for text in decision.reasons if not text.startswith("memory ran out"))
     reasons = (*kept, reason)
-    return replace(decision, plan=replace(chosen.plan, reasons=reasons), estimate=chosen.estimate, reasons=reasons)
+    return replace(
+        decision,
+        plan=replace(chosen.plan, reasons=reasons),
+        estimate=chosen.estimate,
+        seconds=chosen.seconds,
+        reasons=reasons,
+    )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -61,3 +63,55 @@ def peak_host_bytes() -> int:
 def shown_bytes(device: torch.device) -> int:
     """The figure beside the progress bar: GPU peak on a GPU, resident bytes on a CPU."""
     return peak_gpu_bytes(device) if device.type == "cuda" else host_bytes()
+
+
+class Peaks:
+    """The most bytes that tensors held on the GPU in each phase of a run (load, resume, step, evaluate ...); nothing on a CPU.
+
+    A phase within another, as an evaluation between two steps, counts for itself alone.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        peak: Callable[[torch.device], int] = peak_gpu_bytes,
+        reset: Callable[[torch.device], None] = reset_peak,
+    ) -> None:
+        self.device = device or torch.device("cpu")
+        self._peak, self._reset = peak, reset
+        self._most: dict[str, int] = {}
+        self._reserved = 0
+        self.phase = "load"
+
+    def enter(self, phase: str) -> None:
+        """From now on bytes count for `phase`."""
+        self._most[self.phase] = self.of(self.phase)
+        self._reserved = self.reserved
+        self._reset(self.device)
+        self.phase = phase
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Inside, bytes count for `phase`."""
+        before = self.phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def of(self, phase: str) -> int:
+        """The peak of a phase so far; 0 for one that was not."""
+        now = self._peak(self.device) if phase == self.phase else 0
+        return max(self._most.get(phase, 0), now)
+
+    @property
+    def all(self) -> dict[str, int]:
+        """The peaks by phase, those that took nothing left out."""
+        found = {phase: self.of(phase) for phase in {**self._most, self.phase: 0}}
+        return {phase: most for phase, most in found.items() if most}
+
+    @property
+    def reserved(self) -> int:
+        """The most bytes that torch's allocator held, in any phase."""
+        return max(self._reserved, reserved_gpu_bytes(self.device))

@@ -185,10 +185,9 @@ class Update:
 
     @property
     def moved(self) -> bool:
-        """Whether a step that broke off may have changed weights or state. Deferred updates of blocks are whole or not
-        begun on the host; trained ends on the host are not looked into."""
-        begun = self.in_backward is not None and self.in_backward.begun
-        return self._moving or begun or (self.stream is not None and bool(self.stream.ends.trained))
+        """Whether a step that broke off may have changed weights or state. (Updates that an earlier step promised are made
+        whole or not at all, and say themselves which are left.)"""
+        return self._moving or (self.in_backward is not None and self.in_backward.begun)
 
     def _some(self, parameters: Sequence[nn.Parameter]) -> None:
         if self.host is not None:

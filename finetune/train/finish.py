@@ -16,7 +16,7 @@ from finetune.planner.hardware import detect
 from finetune.planner.plan import Decision
 from finetune.tasks.text import prompt_and_answer
 from finetune.telemetry import memory
-from finetune.telemetry.log import Log
+from finetune.telemetry.log import Log, size
 from finetune.train.job import Job
 
 PROMPT_SHOWN = 240
@@ -85,9 +85,10 @@ def summarize(job: Job, decision: Decision, after: list[dict[str, str]], result:
         "eval_after": progress.eval_last,
         "best_step": progress.best_step,
         "peak_gpu_bytes_planned": decision.estimate.step_tensors if on_gpu else 0,
-        "peak_gpu_bytes_measured": memory.peak_gpu_bytes(device),
+        "peak_gpu_bytes_measured": job.peaks.of("step"),
+        "peak_gpu_bytes_by_phase": _by_phase(job, decision) if on_gpu else {},
         "process_gpu_bytes_planned": decision.estimate.step if on_gpu else 0,
-        "reserved_gpu_bytes_measured": memory.reserved_gpu_bytes(device),
+        "reserved_gpu_bytes_measured": job.peaks.reserved,
         "host_bytes_planned": decision.estimate.host.total,
         "host_bytes_measured": memory.peak_host_bytes(),
         "out_of_memory": progress.out_of_memory,
@@ -102,6 +103,16 @@ def summarize(job: Job, decision: Decision, after: list[dict[str, str]], result:
             "rates": decision.rates.as_dict(),
         },
     }
+
+
+def _by_phase(job: Job, decision: Decision) -> dict[str, Any]:
+    """Planned and measured bytes of tensors by phase, and the phases that took more than a step, which are told too."""
+    measured, step = job.peaks.all, job.peaks.of("step")
+    above = {phase: most for phase, most in measured.items() if most > step}
+    for phase, most in above.items():
+        job.log.notice(f"{phase} took {size(most)} of the GPU, a step {size(step)}")
+    planned = {phase: decision.estimate.tensors(phase) for phase in decision.estimate.phases}
+    return {"planned": planned, "measured": measured, "above_step": sorted(above)}
 
 
 def versions() -> dict[str, str]:

@@ -22,6 +22,7 @@ from finetune.memory.host_rows import GivenIds
 from finetune.tasks.text import TextTask
 from finetune.telemetry.health import Health
 from finetune.telemetry.log import Log
+from finetune.telemetry.memory import Peaks
 from finetune.train.assemble import Update
 
 
@@ -132,6 +133,7 @@ class Job:
     stop: StopSignal
     log: Log
     progress: Progress
+    peaks: Peaks = field(default_factory=Peaks)
 
     @property
     def checkpoints(self) -> Path:

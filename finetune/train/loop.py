@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
+from finetune.checkpoint import store
 from finetune.contracts import StepResult
 from finetune.data.prefetch import Loaded, Prefetch, load
-from finetune.errors import FinetuneError, StoppedError
 from finetune.generate.evaluate import Evaluator
 from finetune.generate.scores import scores
 from finetune.telemetry import memory
@@ -24,7 +25,7 @@ from finetune.telemetry.metrics import Metrics
 from finetune.train import state
 from finetune.train.job import Job, StopAskedError
 from finetune.train.probe import longest_rows, probe, wanted
-from finetune.train.recovery import DeviceFullError, memory_named, random_states, set_random_states
+from finetune.train.recovery import memory_named, taken_back
 from finetune.train.step import train_step
 
 
@@ -45,15 +46,16 @@ class Loop:
                 job.progress.eval_before = self.evaluate(answers=True)
             self._train()
         except StopAskedError as asked:
-            raise self._stopped(str(asked)) from None
+            raise state.stopped(job, str(asked), self._save()) from None
         job.progress.complete = True
         self._save()
 
     def _train(self) -> None:
         job = self.job
         job.model.module.train()
-        if job.progress.step and self._evaluate_if_due() and not self._ended:
-            # The evaluation after this step was cut off by what stopped the run.
+        job.peaks.enter("step")
+        if job.progress.step and (self._evaluate_if_due() or self._save_is_due) and not self._ended:
+            # What follows this step was cut off by what stopped the run, or by too little memory.
             self._save()
         if wanted(job) and not self._ended:
             self._probe()
@@ -79,13 +81,8 @@ class Loop:
 
     def _step(self, loaded: Loaded) -> StepResult:
         job = self.job
-        before = random_states(job.world.device)
-        try:
-            with memory_named(f"step {job.progress.step + 1} with rows {loaded.rows[:8].tolist()}"):
-                return train_step(job, loaded.rows.tolist(), self.steps, loaded)
-        except DeviceFullError:
-            set_random_states(job.world.device, before)
-            raise
+        with taken_back(job), memory_named(f"step {job.progress.step + 1} with rows {loaded.rows[:8].tolist()}"):
+            return train_step(job, loaded.rows.tolist(), self.steps, loaded)
 
     def _record(self, result: StepResult, epoch: int, end: int) -> None:
         job, progress = self.job, self.job.progress
@@ -107,7 +104,7 @@ class Loop:
                     "grad_norm": result.grad_norm,
                     "seconds": round(result.seconds, 6),
                     "tokens_per_s": round(result.tokens / result.seconds, 3),
-                    "peak_gpu_bytes": memory.peak_gpu_bytes(job.world.device),
+                    "peak_gpu_bytes": job.peaks.of("step"),
                     "host_bytes": memory.host_bytes(),
                     "data_wait": round(result.data_wait, 6),
                     **self._scaling(result),
@@ -136,18 +133,25 @@ class Loop:
 
     def _between_steps(self) -> None:
         """Evaluates and saves where it is time. What ends the run is left to be saved when it is over."""
-        recipe, step = self.job.recipe, self.job.progress.step
+        step = self.job.progress.step
         improved = self._evaluate_if_due()
         if self._ended:
             if step < self.steps:
-                limit = recipe.train.stop_after
+                limit = self.job.recipe.train.stop_after
                 self.job.log.notice(f"stopped at step {step}: {limit} evaluations without a lower eval_loss")
-        elif improved or (recipe.checkpoint.every and step % recipe.checkpoint.every == 0):
+        elif improved or self._save_is_due:
             self._save()
 
-    def _save(self) -> None:
+    @property
+    def _save_is_due(self) -> bool:
+        """Whether this step's checkpoint is one that the recipe asks for and is not there yet."""
+        every, progress = self.job.recipe.checkpoint.every, self.job.progress
+        there = progress.saved is not None and store.step_of(progress.saved) == progress.step
+        return every is not None and progress.step % every == 0 and not there
+
+    def _save(self) -> Path:
         with memory_named(f"the checkpoint after step {self.job.progress.step}"):
-            state.save(self.job)
+            return state.save(self.job)
 
     def _evaluate_if_due(self) -> bool:
         """Evaluates this step, if it is one of those and was not yet; True when its checkpoint is to be kept as the best."""
@@ -178,7 +182,11 @@ class Loop:
         """The evaluation figures now, printed and written to the metrics; with `answers` the scores of answers too."""
         job = self.job
         started = time.perf_counter()
-        with job.update.visiting(), memory_named(f"the evaluation after step {job.progress.step}"):
+        with (
+            job.peaks.during("evaluate"),
+            memory_named(f"the evaluation after step {job.progress.step}"),
+            job.update.visiting(),
+        ):
             figures = self.evaluator.losses(job.splits.evaluate)
             if answers:
                 figures |= scores(job.model, job.splits.evaluate, job.recipe, job.precision, job.world)
@@ -188,19 +196,6 @@ class Loop:
         if self.metrics is not None:
             self.metrics.write({"step": job.progress.step, **figures})
         return figures
-
-    def _stopped(self, why: str) -> FinetuneError:
-        job = self.job
-        path = state.save(job)
-        if not job.recipe.run.keep:
-            return StoppedError(
-                f"stopped by {why} after step {job.progress.step}; nothing is kept", "run.keep=false", "run.keep=true"
-            )
-        return StoppedError(
-            f"stopped by {why} after step {job.progress.step}; the state is saved",
-            str(path),
-            f"go on with run.dir={job.folder} resume=auto",
-        )
 
 
 def ahead(job: Job, steps: int) -> Prefetch:

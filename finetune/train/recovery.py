@@ -1,16 +1,17 @@
 """Out of memory: what a run does in place of ending.
 
-The step that failed is undone - its gradients dropped, promised updates made, generators put back - and repeated with the
-next smaller plan. Draws are keyed by the step and the row, so the repeated step is the same one, up to the order of sums.
-A plan that only cuts batches differently goes on in place; another one starts again from a checkpoint of the last complete
-state, in the same process. Where weights or optimizer state may have moved in the failed step, only a checkpoint holds the
-last complete state, so the run goes back to the newest one.
+The step that failed is undone - its gradients dropped, generators and the loss scale put back - and repeated with the next
+smaller plan. Draws are keyed by the step and the row, so the repeated step is the same one, up to the order of sums. A plan
+that only cuts batches differently goes on in place; for any other one the model is built again in the same process, from a
+checkpoint of the last complete state. Where the failed step has moved weights or optimizer state already, only what is on
+the disk is whole, so the run goes back to its newest checkpoint.
+
+Several processes cannot go on so, since the others wait in a sum: the state is saved, and all end.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,8 @@ from typing import Any
 
 import torch
 
-from finetune.checkpoint import store
-from finetune.errors import NothingFitsError
+from finetune.checkpoint.lock import alone
+from finetune.errors import CheckpointError, NothingFitsError
 from finetune.planner.plan import Decision
 from finetune.planner.shrink import difference, in_place, mechanics, pins_in_the_way, smaller
 from finetune.planner.space import Space
@@ -29,21 +30,42 @@ from finetune.train.job import Job
 
 CPU_ALLOCATOR = "DefaultCPUAllocator"
 """How torch's own message begins when the host's memory is at an end: a plain RuntimeError."""
-CLAIM = "out-of-memory.claim"
+CLAIM = ".out-of-memory"
 
 
-class DeviceFullError(NothingFitsError):
-    """The device ran out of memory in `where`."""
+class MemoryFullError(NothingFitsError):
+    """Memory ran out in `within`."""
 
-    def __init__(self, where: str, said: str) -> None:
+    def __init__(self, what: str, within: str, said: str, remedy: str) -> None:
+        super().__init__(f"{what} ran out of memory in {within}", said, remedy)
+        self.within = within
+
+
+class DeviceFullError(MemoryFullError):
+    """The device ran out of memory."""
+
+    def __init__(self, within: str, said: str) -> None:
         super().__init__(
-            f"the GPU ran out of memory in {where}",
+            "the GPU",
+            within,
             said,
             "plan.micro_batch=1, plan.activation_checkpointing=true, plan.activation_offload=true or a smaller "
             "data.max_tokens; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True wastes less where lengths vary; "
             "resume=auto goes on from the last checkpoint",
         )
-        self.within = where
+
+
+class HostFullError(MemoryFullError):
+    """The host ran out of memory, so the run ends: what it would take to go on is no less than what it took."""
+
+    def __init__(self, within: str, said: str) -> None:
+        super().__init__(
+            "the host",
+            within,
+            said or "MemoryError",
+            "a smaller plan.host_memory, plan.micro_batch=1 or a smaller data.max_tokens; resume=auto goes on from the last "
+            "checkpoint",
+        )
 
 
 class AgainError(Exception):
@@ -56,124 +78,137 @@ class AgainError(Exception):
 
 
 @contextmanager
-def memory_named(where: str) -> Iterator[None]:
-    """Turns out-of-memory of the device into DeviceFullError, that of the host into NothingFitsError."""
+def memory_named(within: str) -> Iterator[None]:
+    """Turns torch's and Python's out-of-memory into DeviceFullError or HostFullError, which say in what it was."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise DeviceFullError(where, str(error).split(". ")[0]) from None
+        raise DeviceFullError(within, str(error).split(". ")[0]) from None
     except (MemoryError, RuntimeError) as error:
-        if not host_is_full(error):
+        if isinstance(error, RuntimeError) and CPU_ALLOCATOR not in str(error):
             raise
-        raise host_full(where, error) from None
+        raise HostFullError(within, str(error).split("\n")[0]) from None
 
 
-def host_is_full(error: BaseException) -> bool:
-    """Whether an error says that the host has no memory left."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and CPU_ALLOCATOR in str(error))
-
-
-def host_full(where: str, error: BaseException) -> NothingFitsError:
-    """The error for a host without memory left."""
-    lines = str(error).splitlines()
-    return NothingFitsError(
-        f"the host ran out of memory in {where}",
-        lines[0] if lines else "MemoryError",
-        "plan.host_memory=, plan.micro_batch=1 or a smaller data.max_tokens; complete checkpoints are untouched: "
-        "resume=auto goes on from the last one",
-    )
-
-
-def random_states(device: torch.device) -> list[torch.Tensor]:
-    """The generators' states, for `undo`."""
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def set_random_states(device: torch.device, states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
+@contextmanager
+def taken_back(job: Job) -> Iterator[None]:
+    """A step in which memory runs out leaves generators and the loss scale as they were before it."""
+    device, scale = job.world.device, job.scale
+    here, facts = torch.get_rng_state(), scale.facts() if scale is not None else {}
+    there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    except MemoryFullError:
+        torch.set_rng_state(here)
+        if there is not None:
+            torch.cuda.set_rng_state(there, device)
+        for name, value in facts.items():
+            setattr(scale, name, value)
+        raise
 
 
 def undo(job: Job) -> bool:
-    """Takes back what a failed step left. False where weights or state may have moved, so that it cannot be."""
-    moved = job.update.moved
+    """Frees what a failed step left on the device. False where weights or state may have moved, so that it is not undone."""
+    device = job.world.device
+    if device.type == "cuda":
+        # Copies beside the computation may still be writing to memory that is free already.
+        torch.cuda.synchronize(device)
+    whole = not job.update.moved
     if job.update.in_backward is not None:
         job.update.in_backward.forget()
-    if job.update.stream is not None and not moved:
+    if job.update.stream is not None:
         job.update.stream.recover()
-    job.optimizer.zero_grad(set_to_none=True)
     for parameter in job.model.trainable().values():
         parameter.grad = None
     gc.collect()
-    memory.tidy(job.world.device)
-    return not moved
+    memory.tidy(device)
+    return whole
 
 
-def smaller_plan(job: Job, decision: Decision, space: Space, full: DeviceFullError) -> Decision:
-    """After `full`: the decision to go on with in place. AgainError where the run has to be built again for it;
-    NothingFitsError, with the last complete state saved, where no plan is left."""
+def smaller_plan(job: Job, decision: Decision, space: Space, full: MemoryFullError) -> Decision:
+    """After `full`: the decision to go on with in place. Raises AgainError where the model has to be built again for it, and
+    NothingFitsError, with the last complete state saved, where the run cannot go on."""
     whole = undo(job)
-    step, keep = job.progress.step, job.recipe.run.keep
-    again_possible = (keep and whole) or step == 0 or not whole
-    found = smaller(space, decision, only_in_place=whole and not again_possible)
+    if isinstance(full, HostFullError):
+        raise _ended(job, whole, full)
+    step = job.progress.step
+    back = None if step == 0 else job.progress.saved
+    rebuilt = step == 0 or (job.recipe.run.keep and (whole or back is not None))
+    before_it = sum(each["step"] == step + 1 for each in job.progress.out_of_memory)
+    found = smaller(space, decision, not rebuilt, before_it) if whole or rebuilt else None
     if found is None:
         raise _no_plan(job, decision, space, full, whole)
     before, after = mechanics(decision.plan), mechanics(found.plan)
+    change = difference(before, after)
     entry = {"step": step + 1, "where": full.within, "before": before, "after": after}
     job.progress.out_of_memory = [*job.progress.out_of_memory, entry]
-    told = f"out of memory in {full.within}: goes on with {difference(before, after)}"
     if job.world.size > 1:
-        raise _ended(job, full, whole, difference(before, after))
+        raise _ended(job, whole, full, change)
+    told = f"out of memory in {full.within}; the run goes on with a smaller plan ({change})"
     if whole and in_place(decision.plan, found.plan):
-        job.log.notice(f"{told}; step {step + 1} is repeated" if step or "trial" not in full.within else told)
+        job.log.notice(told)
         return found
-    checkpoint = None
-    if whole and keep:
-        checkpoint = state.save(job)
-    elif not whole:
-        checkpoint = job.progress.saved
-    since = f"from {checkpoint.name}" if checkpoint else "from the start"
-    why = "" if whole else " (weights had moved in the failed step)"
-    job.log.notice(f"{told}; the model is built again and goes on {since}{why}")
-    raise AgainError(checkpoint, job.progress.out_of_memory)
-
-
-def _no_plan(job: Job, decision: Decision, space: Space, full: DeviceFullError, whole: bool) -> NothingFitsError:
-    pins = pins_in_the_way(space, decision)
-    remedy = (
-        f"without {' or '.join(pins)} there is a smaller plan" if pins else "a smaller data.max_tokens or model.base="
+    since = (
+        f"the state after step {step}"
+        if whole
+        else f"{back.name} (weights had moved in the failed step)"
+        if back
+        else "the start"
     )
-    saved = _save_here(job) if whole else None
-    rest = f"; the state after step {job.progress.step} is saved: resume=auto goes on from it" if saved else ""
-    what = "only pinned choices would help" if pins else "no smaller plan exists"
-    return NothingFitsError(f"out of memory in {full.within}, and {what}", full.fault.where, remedy + rest)
+    job.log.notice(f"{told}; the model is built again, from {since if step else 'the start'}")
+    if whole and step:
+        back = state.save(job)
+    if job.stop.asked is not None:
+        raise state.stopped(job, job.stop.asked, back)
+    raise AgainError(back, job.progress.out_of_memory)
 
 
-def _ended(job: Job, full: DeviceFullError, whole: bool, change: str) -> NothingFitsError:
-    """One of several processes: the others wait in a sum, so all end; the last complete state is saved with the plan to go
-    on with. Every process holds the whole state, so the one that failed can write it."""
-    saved = _save_here(job) if whole else None
-    rest = f"resume=auto goes on with {change}"
-    if saved is None:
-        rest = "resume=auto goes on from the last checkpoint; give it a smaller plan: " + change
-    held = f"; the state after step {job.progress.step} is saved" if saved else ""
-    return NothingFitsError(f"the GPU ran out of memory in {full.within}{held}", full.fault.where, rest)
+def _no_plan(job: Job, decision: Decision, space: Space, full: MemoryFullError, whole: bool) -> NothingFitsError:
+    pins = pins_in_the_way(space, decision)
+    other = smaller(space, decision)
+    if other is not None:
+        change = difference(mechanics(decision.plan), mechanics(other.plan))
+        why = (
+            "no checkpoint is there to do it from"
+            if job.recipe.run.keep
+            else "nothing of a trial is saved (run.keep=false)"
+        )
+        what, remedy = f"a smaller plan needs the model built again, but {why}", f"start with a smaller plan: {change}"
+    elif pins:
+        what, remedy = "only pinned choices would help", f"without {' or '.join(pins)} there is a smaller plan"
+    else:
+        what, remedy = "no plan is smaller", "a smaller data.max_tokens, or model.base=nf4"
+    return _ended(job, whole, NothingFitsError(f"{full.fault.what}, and {what}", full.fault.where, remedy))
 
 
-def _save_here(job: Job) -> Path | None:
-    """Writes the checkpoint from this process alone, unless another one does or did; None for a trial."""
+def _ended(job: Job, whole: bool, error: NothingFitsError, change: str = "") -> NothingFitsError:
+    """The error to end with, once what can be saved is; it says what is there. `change`: of the plan that a resume takes."""
+    fault = error.fault
+    moved = "weights had moved in the failed step, so it cannot be undone"
+    if job.progress.saved is not None:
+        moved += "; the last checkpoint is untouched"
+    kept, note = _save(job) if whole else (False, moved)
+    remedy = fault.remedy
+    if change:
+        how = "goes on with" if kept else "goes on from the last checkpoint; give it the smaller plan:"
+        remedy = f"resume=auto {how} {change} (several processes cannot change their plan by themselves)"
+    return NothingFitsError(f"{fault.what}; {note}", fault.where, remedy)
+
+
+def _save(job: Job) -> tuple[bool, str]:
+    """Saves the last complete state, which every process holds whole; whether it is saved, and that in words. Of several
+    processes the first that comes writes."""
+    step = job.progress.step
     if not job.recipe.run.keep:
-        return None
-    if job.world.size == 1:
-        return state.save(job)
-    target, claim = store.path_of(job.checkpoints, job.progress.step), job.folder / CLAIM
+        return False, "nothing of a trial is kept"
     try:
-        os.close(os.open(claim, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return target
-    try:
-        return state.write(job)
-    finally:
-        claim.unlink()
+        if job.world.size == 1:
+            state.save(job)
+        else:
+            with alone(job.folder / CLAIM) as mine:
+                if mine:
+                    state.write(job)
+    except (CheckpointError, MemoryError, RuntimeError, OSError) as error:
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        return False, f"the state after step {step} could not be saved ({said}); the last checkpoint is untouched"
+    return True, f"the state after step {step} is saved"

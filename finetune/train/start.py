@@ -37,7 +37,7 @@ from finetune.optim.table import build, notices
 from finetune.planner import report
 from finetune.planner.hardware import CONTEXT_BYTES, detect, host_free
 from finetune.planner.plan import Decision, decide, space_of
-from finetune.planner.shrink import again
+from finetune.planner.shrink import found_again
 from finetune.planner.space import Space
 from finetune.tasks.text import TextTask
 from finetune.telemetry import memory, metrics
@@ -48,15 +48,7 @@ from finetune.train.assemble import Update, assemble, host_blocks, host_room, st
 from finetune.train.folder import result_place, run_folder
 from finetune.train.job import Job, Progress, StopAskedError, StopSignal
 from finetune.train.loop import Loop
-from finetune.train.recovery import (
-    CLAIM,
-    AgainError,
-    DeviceFullError,
-    host_full,
-    host_is_full,
-    memory_named,
-    smaller_plan,
-)
+from finetune.train.recovery import AgainError, MemoryFullError, memory_named, smaller_plan
 from finetune.train.run_rates import PLAN, hardware_of, stored
 
 SUMMARY = "summary.json"
@@ -67,11 +59,8 @@ def start(recipe: Recipe, launch: Launch) -> Result:
     let_segments_grow()
     world = join(choose_device(recipe), launch)
     try:
-        return _run(recipe, launch, world)
-    except (MemoryError, RuntimeError) as error:
-        if not host_is_full(error):
-            raise
-        raise host_full("loading, planning or saving", error) from None
+        with memory_named("loading, planning or saving"):
+            return _run(recipe, launch, world)
     finally:
         leave(world)
 
@@ -86,8 +75,6 @@ def _run(recipe: Recipe, launch: Launch, world: World) -> Result:
         notice = world.agree(lambda: stack.enter_context(held(folder)))
         if notice:
             log.notice(notice)
-        if world.first:
-            (folder / CLAIM).unlink(missing_ok=True)  # of processes that were killed
         tried: list[dict[str, Any]] = []
         while True:
             try:
@@ -116,14 +103,16 @@ def _run_in(
         return _already_complete(recipe, folder, progress, log)
     shape, planned = shape_for(recipe), as_planned(recipe)
     memory.clear(world.device)
+    peaks = memory.Peaks(world.device)
+    peaks.enter("load")
     hardware = hardware_of(world, checkpoint, log)
     longest = max(rows.longest_row for rows in (splits.train, *splits.evaluate.values()))
     lengths = order.lengths[order.permutation(0)]
+    decision = world.agree(lambda: decide(planned, shape, hardware, world.size, longest, lengths))
     space = space_of(planned, shape, hardware, world.size, longest, lengths)
     met = tried or progress.out_of_memory
-    decision = world.agree(
-        lambda: _in_force(decide(planned, shape, hardware, world.size, longest, lengths), space, met, log)
-    )
+    decided = decision
+    decision = world.agree(lambda: _in_force(decided, space, met, log))
     log.say(report.render(decision, shape, planned, hardware))
     for notice in state.check_plan(saved[1], decision.plan, decision.precision) if saved else []:
         log.notice(notice)
@@ -149,20 +138,13 @@ def _run_in(
         recipe, decision.plan, world, decision.precision, folder, splits, order, TextTask(tokenizer.pad_token_id), model,
         optimizer, Update(model, optimizer, decision.plan, world.device, stream), ready.key, ready.given,
         loss_scale(decision.precision), Health(list(model.trainable())), StopSignal(log, recipe.run.keep), log, progress,
+        peaks,
     )  # fmt: skip
     world.agree(lambda: rehearse(job, decision))
-    if checkpoint and saved:
+    if checkpoint is not None and saved:
         _restore(job, checkpoint, saved)
     job.progress.out_of_memory = met
     return _train(job, decision, steps, space)
-
-
-def _restore(job: Job, checkpoint: Path, saved: tuple[Any, Any, Any]) -> None:
-    for notice in state.restore(job, saved[0], saved[1]):
-        job.log.notice(notice)
-    job.progress.saved = checkpoint
-    place = job.order.place(job.progress.row)
-    job.log.say(f"resumed from {checkpoint} at step {job.progress.step}, epoch {job.progress.epoch}, {place}")
 
 
 def _enforce(recipe: Recipe, world: World, decision: Decision) -> None:
@@ -171,11 +153,23 @@ def _enforce(recipe: Recipe, world: World, decision: Decision) -> None:
         memory.cap(world.device, decision.budget.device_bytes - CONTEXT_BYTES)
 
 
+def _restore(job: Job, checkpoint: Path, saved: tuple[Any, dict[str, Any], list[str]]) -> None:
+    """The checkpoint's state, as read before the model was loaded."""
+    with job.peaks.during("resume"):
+        told = state.restore(job, saved[0], saved[1])
+    for notice in told:
+        job.log.notice(notice)
+    progress = job.progress
+    progress.saved = checkpoint
+    place = f"step {progress.step}, epoch {progress.epoch}, {job.order.place(progress.row)}"
+    job.log.say(f"resumed from {checkpoint} at {place}")
+
+
 def _in_force(decision: Decision, space: Space, met: list[dict[str, Any]], log: Log) -> Decision:
     """The plan that the run went over to when memory ran out, if it did and pins and machine still allow it."""
     if not met:
         return decision
-    found = again(space, decision, met[-1]["after"])
+    found = found_again(space, decision, met[-1]["after"])
     if found is None:
         log.notice(
             "memory ran out earlier in this run; the plan it went over to is not possible here, so another is taken"
@@ -193,34 +187,38 @@ def _trial_notices(recipe: Recipe) -> list[str]:
 
 def _train(job: Job, decision: Decision, steps: int, space: Space) -> Result:
     """Trains, with a smaller plan each time that memory runs out."""
-    while True:
-        try:
-            return _train_with(job, decision, steps)
-        except DeviceFullError as error:
-            # The failed step's tensors hang on the frames of what this error came of.
-            error.__context__ = None
-            full = error.with_traceback(None)
-        decision = smaller_plan(job, decision, space, full)
-        job = replace(job, plan=decision.plan)
-        write_plan(job, decision)
-
-
-def _train_with(job: Job, decision: Decision, steps: int) -> Result:
-    world = job.world
-    evaluator = Evaluator(job.task, job.model, job.plan, world, job.precision, _interrupt(job), job.log.notice)
     writer = _open_metrics(job)
     try:
-        memory.tidy(world.device)
-        memory.reset_peak(world.device)
-        if job.progress.step == 0 and not job.progress.samples_before:
-            with job.update.visiting(), memory_named("the sample answers before the first step"):
-                job.progress.samples_before = world.agree(lambda: finish.samples(job))
-        with job.stop:
-            Loop(job, evaluator, writer, steps).run()
-            return _finish(job, decision)
+        while True:
+            try:
+                return _train_with(job, decision, steps, writer)
+            except MemoryFullError as error:
+                # The failed step's tensors hang on the frames of what this error came of.
+                error.__context__ = None
+                full = error.with_traceback(None)
+            with job.stop, memory_named("saving after memory had run out"):
+                decision = smaller_plan(job, decision, space, full)
+            job = replace(job, plan=decision.plan)
+            write_plan(job, decision)
     finally:
         if writer is not None:
             writer.close()
+
+
+def _train_with(job: Job, decision: Decision, steps: int, writer: metrics.Metrics | None) -> Result:
+    world = job.world
+    evaluator = Evaluator(job.task, job.model, job.plan, world, job.precision, _interrupt(job), job.log.notice)
+    memory.tidy(world.device)
+    if job.progress.step == 0 and not job.progress.samples_before and job.recipe.evaluate.samples:
+        with (
+            job.peaks.during("answers"),
+            memory_named("the sample answers before the first step"),
+            job.update.visiting(),
+        ):
+            job.progress.samples_before = world.agree(lambda: finish.samples(job))
+    with job.stop:
+        Loop(job, evaluator, writer, steps).run()
+        return _finish(job, decision)
 
 
 def _open_metrics(job: Job) -> metrics.Metrics | None:
@@ -257,11 +255,15 @@ def _finish(job: Job, decision: Decision) -> Result:
 
 
 def _leave_result(job: Job, decision: Decision) -> dict[str, Any]:
-    with job.update.visiting(), memory_named("the sample answers after the last step"):
-        after = finish.samples(job)
+    after: list[dict[str, str]] = []
+    if job.recipe.evaluate.samples:
+        with job.peaks.during("answers"), memory_named("the sample answers after the last step"), job.update.visiting():
+            after = finish.samples(job)
     finish.show_samples(job, after)
-    keep = job.recipe.run.keep
-    result = export_result(job.model, job.recipe, job.folder, job.precision) if keep else None
+    result = None
+    if job.recipe.run.keep:
+        with job.peaks.during("export"):
+            result = export_result(job.model, job.recipe, job.folder, job.precision)
     summary = finish.summarize(job, decision, after, result)
     finish.write_json(job.folder / SUMMARY, summary)
     return summary
@@ -297,7 +299,7 @@ def rehearse(job: Job, decision: Decision) -> None:
 
 
 def write_plan(job: Job, decision: Decision) -> None:
-    """Writes the plan in force, and the rates it was made with, into the run's folder."""
+    """Writes the plan in force, and the rates that it was made with, into the run's folder."""
     planned_with = stored(decision.rates, detect(job.world.device.type).name)
     write_text(job.folder / PLAN, _yaml({**asdict(job.plan), **planned_with}))
 

@@ -15,7 +15,7 @@ from finetune.checkpoint import resume, store
 from finetune.config.load import recipe_differences
 from finetune.config.schema import Recipe
 from finetune.contracts import Plan
-from finetune.errors import CheckpointError
+from finetune.errors import CheckpointError, StoppedError
 from finetune.train.job import Job, Progress
 
 MUST_AGREE = (
@@ -45,8 +45,19 @@ def save(job: Job) -> Path:
     """
     if not job.recipe.run.keep:
         return job.checkpoints
-    job.progress.saved = job.world.agree(lambda: write(job))
+    with job.peaks.during("save"):
+        job.progress.saved = job.world.agree(lambda: write(job))
     return job.progress.saved
+
+
+def stopped(job: Job, why: str, path: Path | None) -> StoppedError:
+    """The error that a run ends with when it was asked to stop; `path` is where its state is saved (None: it is not)."""
+    what = f"stopped by {why} after step {job.progress.step}; "
+    if not job.recipe.run.keep:
+        return StoppedError(f"{what}nothing is kept", "run.keep=false", "run.keep=true")
+    if path is None:
+        return StoppedError(f"{what}no step was trained", str(job.folder), "start it again")
+    return StoppedError(f"{what}the state is saved", str(path), f"go on with run.dir={job.folder} resume=auto")
 
 
 def write(job: Job) -> Path:

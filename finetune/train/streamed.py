@@ -254,13 +254,13 @@ class Streamed:
             tall.drop()
 
     def recover(self) -> None:
-        """After a step that broke off: updates promised before it are made, its own gradients are not used."""
+        """After a step that broke off, and once nothing runs on the device any more: its gradients are not used. Updates that
+        were promised before it, and that it did not come to, stay pending: those that it made are whole on the host."""
         if self.deferred is not None:
             self.deferred.recover()
-        self.slots.settle()
+        for tall in self.ends.trained:
+            tall.recover()
         self.slots.forget()
-        self.flush()
-        self.drop()
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -283,9 +283,9 @@ class Streamed:
     def visiting(self) -> Iterator[None]:
         """Inside, updates are made and embedding and head are whole on the device, for evaluation and answers."""
         self.flush()
-        for tall in self.ends.all:
-            tall.parameter.data = tall.weight_VD.to(self.slots.device)
         try:
+            for tall in self.ends.all:
+                tall.parameter.data = tall.weight_VD.to(self.slots.device)
             yield
         finally:
             for tall in self.ends.all:

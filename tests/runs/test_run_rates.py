@@ -60,6 +60,8 @@ def test_a_resumed_run_keeps_its_rates_and_so_its_plan(cached: Path, tiny: dict[
     keep(SLOW)
     finetune.run(recipe, "resume=auto")
     after = plan_of(cached / "stopped")
+    # Free memory, which the reasons tell, is another.
+    del before["reasons"], after["reasons"]
     assert after == before
     summary = json.loads((cached / "stopped" / "summary.json").read_text())
     assert summary["hardware"]["rates"] == FAST.as_dict()

@@ -147,12 +147,12 @@ class Deferred:
         self.norms = {}
 
     def recover(self) -> None:
-        """After a step that broke off: lets go of the device's memory. Updates that were not made stay pending."""
-        self._let_go(0)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """After a step that broke off, and once nothing runs on the device any more: lets go of its memory there. Updates
+        that were not made stay pending."""
+        self._leaving.clear()
         self._coming.clear()
         self._turns.clear()
+        self.norms = {}
 
     def promise(self, factor: float) -> None:
         """Every unit's update is decided: its gradients, times `factor` (1: as they are), at the rates of now."""

@@ -46,7 +46,7 @@ class HostBlocks:
         self.room = room
         self.told = told
         self.ends: frozenset[str] = frozenset()
-        self._staying: list[nn.Parameter] = []
+        self._staying: list[nn.Module] = []
         self.flats: list[Flat] = []
         self.blocks = 0
         self.slots: Slots | None = None
@@ -118,9 +118,9 @@ class HostBlocks:
             flat.give_up()
         self.flats, self._staying = [], []
 
-    def rest(self, model: nn.Module, blocks: list[nn.Module], ends: dict[str, nn.Parameter] | None = None) -> None:
-        """Takes the blocks that were not yet taken, and sends everything else to the device, but for those `ends` (the
-        matrices of embedding and head, by name) that stay on the host."""
+    def rest(self, model: nn.Module, blocks: list[nn.Module], ends: dict[str, nn.Module] | None = None) -> None:
+        """Takes the blocks that were not yet taken, and sends everything else to the device, but for those `ends` (embedding
+        and head, by name) whose matrices stay on the host."""
         self.blocks = len(blocks)
         for number, block in enumerate(blocks):
             if number == len(self.flats):
@@ -131,10 +131,14 @@ class HostBlocks:
         self._check_own()
         streamed = {id(spot.parameter) for flat in self.flats for spot in flat.spots if spot.parameter is not None}
         inside = {id(module) for block in blocks for module in block.modules()}
-        self._staying = [each for name, each in (ends or {}).items() if name in self.ends]
-        for parameter in self._staying:
+        named = [each for name, each in (ends or {}).items() if name in self.ends]
+        # A shared matrix stays for both.
+        kept = {id(_matrix(module)) for module in named}
+        self._staying = [each for each in (ends or {}).values() if id(_matrix(each)) in kept]
+        staying = [_matrix(module) for module in self._staying]
+        for parameter in staying:
             parameter.data = parameter.data.to("cpu")
-        streamed |= {id(parameter) for parameter in self._staying}
+        streamed |= {id(parameter) for parameter in staying}
         for parameter in model.parameters():
             if id(parameter) not in streamed:
                 parameter.data = parameter.data.to(self.device)
@@ -149,13 +153,22 @@ class HostBlocks:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, embedding and head are on the device, so that any forward can run."""
-        there = [(parameter, parameter.data) for parameter in self._staying]
+        """Inside, any forward can run: a head is on the device; an embedding looks its rows up on the host and sends them."""
+        heads = [_matrix(module) for module in self._staying if not isinstance(module, nn.Embedding)]
+        lookups = [module for module in self._staying if isinstance(module, nn.Embedding)]
+        there = [(parameter, parameter.data) for parameter in heads]
+        hooks = []
         for parameter, data in there:
             parameter.data = data.to(self.device)
+        for module in lookups:
+            if all(module.weight is not parameter for parameter in heads):
+                hooks.append(module.register_forward_pre_hook(lambda module, given: (given[0].to("cpu"),)))
+                hooks.append(module.register_forward_hook(lambda module, given, out: out.to(self.device)))
         try:
             yield
         finally:
+            for hook in hooks:
+                hook.remove()
             for parameter, data in there:
                 parameter.data = data
 
@@ -209,3 +222,8 @@ def spread_evenly(count: int, total: int) -> list[int]:
     """`count` of the numbers below `total`, as evenly spread as whole numbers allow."""
     count = min(count, total)
     return [int((index + 0.5) * total / count) for index in range(count)]
+
+
+def _matrix(module: Any) -> nn.Parameter:
+    weight: nn.Parameter = module.weight
+    return weight

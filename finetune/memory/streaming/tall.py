@@ -132,6 +132,13 @@ class Tall:
         self.added, self.hosted = None, False
         self.norms = {}
 
+    def recover(self) -> None:
+        """After a step that broke off, and once nothing runs on the device any more: its gradient is not used; what is left of
+        an update that was promised before it stays pending, with that update's gradient."""
+        self._last = None
+        if not self.pending:
+            self.drop()
+
     def flush(self) -> None:
         """Makes a pending update; then the host's bytes are whole."""
         if self.pending:

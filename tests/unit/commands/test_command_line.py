@@ -62,7 +62,7 @@ def test_help_of_train_lists_every_key_with_its_meaning_and_default(capsys: pyte
     with_word = capsys.readouterr().out
     assert main(["recipe=quickstart", "--help"]) == 0
     assert capsys.readouterr().out == with_word
-    assert len(KEYS) == 107
+    assert len(KEYS) == 108
     for key in KEYS.values():
         assert f"  {key.name}" in with_word
         assert key.doc

@@ -83,7 +83,7 @@ def test_plan_prints_the_promised_keys(hardware: str, recipe: str, capsys: pytes
 
 
 def test_a_plan_that_does_not_fit_ends_with_3_and_says_so_in_json_too(capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(capsys, "plan", "recipe=full_llama3", "hardware=1x24GB,64GB", code=3)
+    found = report(capsys, "plan", "recipe=full_llama3", "hardware=1x24GB,32GB", code=3)
     assert found["fits"] is False
     assert found["plan"] is None
     assert set(found) >= PLAN_KEYS
@@ -92,7 +92,7 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_says_so_in_json_too(capsys: py
     assert 0 < found["smallest"]["lacks"] < needed
     fitting = [change["keys"] for change in found["changes"] if change["fits"]]
     assert ["adapter.kind=lora"] in fitting
-    assert main(["plan", "recipe=full_llama3", "hardware=1x24GB,64GB"]) == 3
+    assert main(["plan", "recipe=full_llama3", "hardware=1x24GB,32GB"]) == 3
     assert "GiB" in capsys.readouterr().err
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Plan
-from finetune.memory import weight_streaming
 from finetune.memory.case import Case
 from finetune.planner.estimate import estimate_case
 from tests.unit.planner import test_seconds
@@ -26,9 +25,9 @@ BEYOND = {
     f"llama3-8b full {tokens} streamed, ends on the host": ratio
     for tokens, ratio in ((65536, 0.877), (32768, 0.929), (16384, 0.962))
 }
-"""Lines that the estimate does not reach, with planned / measured. They are older than the change that gave the first hidden
-states of each micro-batch memory of their own: as views they all stood until the last was gone, so the forward of the first
-block had the hidden states of all micro-batches twice. With one more such tensor the plan is within 1% of them, as tested."""
+"""Lines that the estimate does not reach, with planned / measured: of these names the first ones, which are older than the
+change that gave the first hidden states of each micro-batch memory of their own. As views they all stood until the last was
+gone: one more tensor of all hidden states. Lines of the same names that were measured later are within the bound."""
 TEXT = {"template": "text", "on_long": "split", "pack": True}
 
 
@@ -64,11 +63,7 @@ def measured() -> Iterator[tuple[str, Case, float]]:
 
 def test_planned_bytes_of_every_measured_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    found = [(name, case, estimate_case(case, False).step_tensors / GIB, peak) for name, case, peak in measured()]
-    for name, case, planned, peak in found:
-        if name in BEYOND:
-            assert planned + weight_streaming.streaming_of(case).carry / GIB == pytest.approx(peak, rel=0.01), name
-    ratios = [(name, planned / peak) for name, _, planned, peak in found]
+    ratios = [(name, estimate_case(case, False).step_tensors / GIB / peak) for name, case, peak in measured()]
     assert len(ratios) >= 20 + 11 + 5 + 3
     beyond = {name: round(ratio, 3) for name, ratio in ratios if abs(ratio - 1) > WITHIN}
     assert beyond == BEYOND, "\n".join(f"{name:<60}{ratio:.3f}" for name, ratio in ratios)
