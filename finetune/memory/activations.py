@@ -111,7 +111,8 @@ def block_workspace(shape: Shape, storage: Storage, work: Work) -> int:
     if storage.trained:
         fresh = tokens * (wide + (storage.compute * shape.hidden if storage.cast else 0)) + storage.compute * largest
         recast = tokens * wide + 6 * largest if storage.cast else 0
-        backward = max(backward, fresh, recast)
+        # The down projection's own gradient stands there already.
+        backward = max(backward + storage.weight * largest, fresh, recast)
     if storage.eager:
         backward = max(backward, tokens * 3 * 4 * shape.heads * length)
     total = tokens * thin + backward

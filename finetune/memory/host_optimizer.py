@@ -228,6 +228,10 @@ class HostStates:
             tensors.clear()
         self._leaving.clear()
 
+    def end(self) -> None:
+        """After the last update of a step: what is on its way down does not stand until the next one."""
+        self._let_go()
+
     def wait(self) -> None:
         """Returns when the host's bytes are whole: call it before they are read (a checkpoint)."""
         if self._down is not None:

@@ -12,6 +12,7 @@ A saved tensor must not be changed in place between forward and backward (autogr
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from finetune.memory.checkpointing import (
     kept_bytes,
 )
 from finetune.memory.step_time import again_seconds, backward_seconds, forward_seconds, micro_batches, step_seconds
+from finetune.memory.storage import place_of
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +62,10 @@ def _small(shape: Shape, storage: Storage) -> int:
     smallest = boundary(shape, storage) / LARGE
     scales = [4, 4] + ([] if storage.eager else [4 * shape.heads])
     thin = [storage.compute * storage.rank] * len(storage.targets)
+    if storage.fast:
+        # Those of linears that share their input are one tensor.
+        shared = Counter(place_of(linear, shape) for linear in shape.linears if linear.name in storage.targets)
+        thin = [storage.compute * storage.rank * count for count in shared.values()]
     return sum(count for count in [*scales, *thin] if count < smallest)
 
 
@@ -69,9 +75,13 @@ def device_bytes(shape: Shape, storage: Storage, work: Work, mode: Mode, on: boo
     if not on:
         return kept
     attention = (shape.blocks * attention_kept(shape, storage, work)) if mode == "selective" else 0
-    near = min(shape.blocks, IN_FLIGHT + 1)
-    small = work.tokens * _small(shape, storage) * kept_blocks(shape.blocks, mode)
-    return min(kept, attention + small + -(-(kept - attention) * near // shape.blocks))
+    # Without a GPU a copy is over when it is asked for: a block that leaves stands beside nothing but the last one's.
+    near = min(shape.blocks, IN_FLIGHT + 1 if storage.device == "cuda" else 1)
+    each = int(mode) if isinstance(mode, int) and mode > 1 else 1
+    whole = min(kept_blocks(shape.blocks, mode), -(-near // each))
+    small = work.tokens * _small(shape, storage) * (kept_blocks(shape.blocks, mode) - whole)
+    own = whole * saved_by_block(shape, storage, work) + (near - whole) * work.tokens * boundary(shape, storage)
+    return min(kept, attention + small + own)
 
 
 def saves(case: Case) -> int:

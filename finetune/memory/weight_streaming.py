@@ -14,6 +14,7 @@ from finetune.contracts import Bytes, Shape
 from finetune.kernels.norms import tall_rows
 from finetune.memory.activations import boundary
 from finetune.memory.case import Case, both_ways_seconds, compute_seconds, link_seconds
+from finetune.memory.host_embedding import staging_bytes
 from finetune.memory.step_time import (
     again_seconds,
     backward_seconds,
@@ -112,6 +113,8 @@ class StreamedEnds:
         rows = tall_rows(shape.vocabulary, shape.hidden)
         positions = case.step_tokens if storage.trained else min(case.step_tokens, max(TOGETHER, case.work.tokens))
         tile = min(TILE, positions)
+        # Elsewhere than on a GPU slopes are made beside the logits.
+        each = storage.compute * (1 if storage.device == "cuda" else 2)
         hidden = positions * shape.hidden
         logits = tile * rows * storage.compute
         cast = storage.compute * rows * shape.hidden if storage.compute < storage.weight and storage.trained else 0
@@ -126,7 +129,7 @@ class StreamedEnds:
         second = Bytes(
             {
                 "passing head": 2 * self.part,
-                "logits": logits,
+                "logits": tile * rows * each,
                 "workspace": (storage.compute + 4) * hidden + max(4 * tile * shape.hidden, own) + cast,
             }
         )
@@ -175,6 +178,8 @@ def host_bytes(case: Case) -> dict[str, int]:
         causes["streamed optimizer"] = blocks * figures.state
     if ends.weights:
         causes["embedding and head"] = ends.weights + ends.gradients + ends.state
+    if case.plan.embedding_placement == "host" and not (case.storage.trained or case.shape.tied):
+        causes["parked embedding"] = staging_bytes(case.shape, case.storage, case.work)
     if case.plan.activation_offload:
         causes["parked boundaries"] = blocks * figures.boundary
     return causes

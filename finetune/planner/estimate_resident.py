@@ -37,6 +37,8 @@ LOADING_TENSORS = 4
 """Tensors that may pass through host memory at once while weights are loaded and moved to a GPU."""
 BESIDE_TENSORS = ("context", "allocator", "process")
 """Causes that are no tensors of the run."""
+PRODUCTS_BYTES = 32 * 2**20
+"""What torch gives cuBLAS for its products on a GPU of the Hopper kind, from the allocator; 8 MiB on older ones."""
 ALLOCATOR_SHARE = 0.03
 """What a GPU's caching allocator leaves unused between tensors, as a share of those that come and go."""
 HEAP_SHARE = 0.7
@@ -106,6 +108,7 @@ def estimate_resident(case: Case, by_tokens: bool) -> Estimate:
         "save": run + Bytes({"workspace": largest if plan.device == "cpu" else 0}),
     }
     fixed = fixed_bytes(plan)
+    phases = with_products(phases, plan.device)
     phases = {name: with_allocator(phase, plan.device) + fixed for name, phase in phases.items()}
     parked = _parked(case, hosted, embedded)
     if plan.device == "cpu":
@@ -162,7 +165,10 @@ class _Parts:
             kept + outside + loss_of(forward) + Bytes({"weight casts": self._forward_casts()}) + self._grown(0),
             kept + outside + loss_of(backward) + self._grown(0),
             kept + outside + norm + self._grown(head) + during,
-            *(moment + self._grown(head) + during for moment in self._block_moments()),
+            *(
+                moment + self._grown(head + done * self._of_block()) + during
+                for done, moment in enumerate(self._block_moments())
+            ),
             self._kept(1) + self._block(True) + self._grown(self.gradients - last) + during,
         ]
         # A second gradient of the embedding or the head stands beside the first until it is added to it.
@@ -177,6 +183,16 @@ class _Parts:
             return [self._kept(shape.blocks) + self._block(True)]
         first = [self._kept(shape.blocks) + self._block(False)]
         return first if mode is False else [*first, self._kept(shape.blocks - 1) + self._block(True)]
+
+    def _of_block(self) -> int:
+        """Gradients of one block."""
+        shape, storage = self.case.shape, self.case.storage
+        if storage.trained and storage.part is None:
+            return storage.weight * shape.block_parameters
+        ends = ("embedding", "head")
+        return (
+            storage.weight * sum(t.count * t.elements for t in self.case.tensors if t.role not in ends) // shape.blocks
+        )
 
     def _block(self, again: bool) -> Bytes:
         shape, storage, work, plan = self.case.shape, self.case.storage, self.case.work, self.case.plan
@@ -264,6 +280,14 @@ def _heap(shape: Shape, storage: Storage, work: Work) -> int:
     if work.tokens * storage.compute * shape.intermediate >= HEAP_TENSOR:
         return 0
     return int(HEAP_SHARE * shape.blocks * activations.saved_by_block(shape, storage, work))
+
+
+def with_products(phases: dict[str, Bytes], device: str) -> dict[str, Bytes]:
+    """The phases that make matrix products have the memory that their library works in."""
+    if device == "cpu":
+        return phases
+    work = Bytes({"products": PRODUCTS_BYTES})
+    return {name: phase + work if name in ("step", "evaluate") else phase for name, phase in phases.items()}
 
 
 def with_allocator(phase: Bytes, device: str) -> Bytes:

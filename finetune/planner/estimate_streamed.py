@@ -16,6 +16,9 @@ from finetune.memory.case import Case
 from finetune.memory.storage import weight_bytes
 from finetune.planner import estimate_resident as estimate
 
+GRADIENTS_LEAVING = 2
+"""Blocks whose gradients are on their way down while the next block's are made (memory/streaming/deferred.lower)."""
+
 
 def estimate_streamed(case: Case) -> estimate.Estimate:
     """The estimate of a case whose plan streams."""
@@ -30,14 +33,17 @@ def estimate_streamed(case: Case) -> estimate.Estimate:
     made = Bytes({"slots": figures.block, "workspace": estimate.staging_bytes(shape, storage)})
     checked = Bytes({"slots": streaming.slots_bytes(case), "workspace": ends.checked})
     # Evaluation has what passes in parts whole on the device.
-    visit = Bytes({"weights": ends.visiting})
+    visit = Bytes({"weights": ends.visiting}) + estimate.evaluation(case)
+    flush = _Moments(case, figures, ends).flush()
     phases = {
         "load": Bytes({"weights": outside}) + max(made, checked, key=lambda moment: moment.total),
         "step": run + max(_Moments(case, figures, ends).all(), key=lambda moment: moment.total),
-        "evaluate": run + visit + estimate.evaluation(case),
-        "save": run,
+        # Both begin with the updates that were promised.
+        "evaluate": run + max(visit, flush, key=lambda moment: moment.total),
+        "save": run + flush,
     }
     fixed = estimate.fixed_bytes(plan)
+    phases = estimate.with_products(phases, plan.device)
     phases = {name: estimate.with_allocator(phase, plan.device) + fixed for name, phase in phases.items()}
     parked = Bytes(streaming.host_bytes(case))
     if plan.device == "cpu":
@@ -56,15 +62,27 @@ class _Moments:
     ends: streaming.StreamedEnds
 
     def all(self) -> list[Bytes]:
-        return [*self._embedding(), *self._forward(), *self._head(), self._backward(), self._update()]
+        return [*self._embedding(), *self._forward(), *self._head(), *self._backward(), self._update()]
 
     @property
     def _around(self) -> Bytes:
-        """What stands from the first block to the last and back: the hidden states, the batches, boundaries that stay."""
+        """What stands when the last block is reached and left: the hidden states, the batches, boundaries that stay."""
+        return self._around_with(self.case.shape.blocks)
+
+    def flush(self) -> Bytes:
+        """Updates that pass without a forward: those that were promised, before weights are read."""
+        if not self.figures.gradients:
+            return Bytes()
+        largest = max((t.elements for t in self.case.tensors if t.role not in ("embedding", "head")), default=0)
+        return Bytes({"passing updates": self.figures.passing, "workspace": self._update_bytes(largest)})
+
+    def _around_with(self, blocks: int) -> Bytes:
+        """As `_around`, with the boundaries of the first `blocks` blocks."""
         plan, storage = self.case.plan, self.case.storage
-        kept = 0 if plan.activation_offload else self.case.shape.blocks * self.figures.boundary
+        kept = 0 if plan.activation_offload else blocks * self.figures.boundary
         mask = activations.attention_mask(storage, self.case.work) * (self.case.step_rows if storage.packed else 1)
-        return Bytes({"carry": self.figures.carry, "boundaries": kept, "batch": self._batch, "attention mask": mask})
+        batch = self._batch + self._tables
+        return Bytes({"carry": self.figures.carry, "boundaries": kept, "batch": batch, "attention mask": mask})
 
     @property
     def _each(self) -> int:
@@ -79,6 +97,18 @@ class _Moments:
         )
 
     @property
+    def _several(self) -> int:
+        """1 where a step has more than one micro-batch."""
+        return int(self.case.step_rows > self.case.plan.micro_batch)
+
+    @property
+    def _of_head(self) -> int:
+        """Bytes of the gradient of a trained head, where that stays on the device until the update."""
+        elsewhere = self.ends.head_passes or self.ends.head_comes
+        shape, storage = self.case.shape, self.case.storage
+        return storage.weight * shape.vocabulary * shape.hidden if storage.whole_head and not elsewhere else 0
+
+    @property
     def _decoded(self) -> int:
         """A block stored in 4 or 8 bits, decoded for its turn, in the place of its largest matrix alone."""
         shape, storage = self.case.shape, self.case.storage
@@ -91,6 +121,14 @@ class _Moments:
     def _batch(self) -> int:
         """Ids and labels of all micro-batches, with document ids and positions where rows are packed; int64."""
         return self.case.step_tokens * 8 * (4 if self.case.storage.packed else 2)
+
+    @property
+    def _tables(self) -> int:
+        """Rotary tables, which each micro-batch has of its own."""
+        storage, work, plan = self.case.storage, self.case.work, self.case.plan
+        parts = -(-self.case.step_rows // plan.micro_batch)
+        each = 2 * self.case.shape.head_dim * (storage.compute if storage.fast else storage.stream) * work.length
+        return parts * each * (work.rows if storage.packed else 1)
 
     def _update_bytes(self, elements: int) -> int:
         """Temporaries of the update of a tensor of so many elements."""
@@ -115,13 +153,18 @@ class _Moments:
         return Bytes({"visiting head": self.ends.head_comes, "slots": -streaming.lent_bytes(self.case)})
 
     def _forward(self) -> list[Bytes]:
-        shape, storage, work = self.case.shape, self.case.storage, self.case.work
-        leaving = streaming.BEHIND * self._each if self.case.plan.activation_offload else 0
+        shape, storage, work, plan = self.case.shape, self.case.storage, self.case.work, self.case.plan
+        parts = -(-self.case.step_rows // plan.micro_batch)
+        behind = min(streaming.BEHIND, (shape.blocks - 1) * parts)
+        # What a block reads is what is carried, and a boundary where these stay; transformers' own blocks, when they are run
+        # alone, have no embedding's output beside it, and autocast's copies of one block.
+        same = (1 if storage.fast else 2) + (0 if plan.activation_offload else 1)
+        casts = 0 if storage.fast else (shape.blocks - 1) * activations.cast_weights(shape, storage)
         own = Bytes(
             {
-                "workspace": activations.forward_workspace(shape, storage, work),
+                "workspace": activations.forward_workspace(shape, storage, work) - same * self._each - casts,
                 "decoded block": self._decoded,
-                "boundaries": leaving,
+                "boundaries": behind * self._each if plan.activation_offload else 0,
                 "passing updates": self.figures.passing,
             }
         )
@@ -132,7 +175,7 @@ class _Moments:
     def _head(self) -> list[Bytes]:
         shape, storage, work, plan = self.case.shape, self.case.storage, self.case.work, self.case.plan
         ring = Bytes({"boundaries": min(2 * self._each, self.figures.boundary) if plan.activation_offload else 0})
-        common = self._around + self._grown + ring + self._visit
+        common = self._around + ring + self._visit
         norm = Bytes({"workspace": activations.norm_workspace(shape, storage, work)})
         if self.ends.head_passes:
             return [common + moment for moment in (*self.ends.head_moments(self.case), norm)]
@@ -141,38 +184,49 @@ class _Moments:
             part = tall_rows(shape.vocabulary, shape.hidden) * shape.hidden
             work_bytes = self._update_bytes(part)
             first = [common + Bytes({"passing head": 2 * self.ends.part_with_update, "workspace": work_bytes})]
-            common += Bytes({"gradients": self.ends.head_comes})
-        loss, slope = chunked_loss.loss_moments(shape, storage, work, plan.loss_chunk)
-        again = Bytes({"workspace": storage.weight * shape.vocabulary * shape.hidden if storage.whole_head else 0})
-        after = [common + estimate.loss_of(moment) + again for moment in (loss, slope)]
-        return [*first, *after, common + norm]
+        # Its gradient stands from the first micro-batch's loss on; a loss's moments hold the one that it makes.
+        own = self._of_head + (self.ends.head_comes if storage.trained else 0)
+        losses = chunked_loss.loss_moments(shape, storage, work, plan.loss_chunk)
+        after = [common + Bytes({"gradients": self._several * own}) + estimate.loss_of(moment) for moment in losses]
+        return [*first, *after, common + Bytes({"gradients": own}) + norm]
 
-    def _backward(self) -> Bytes:
-        shape, storage, work = self.case.shape, self.case.storage, self.case.work
-        several = 1 if self.case.step_rows > self.case.plan.micro_batch else 0
-        largest = max((linear.parameters for linear in shape.linears), default=0)
-        held = streaming.AHEAD + 1
+    def _backward(self) -> list[Bytes]:
+        """The last block's, with every boundary; the first one's, with every gradient that stays; and the first before which
+        as many blocks' gradients as may be are on their way down."""
+        shape, storage, work, plan = self.case.shape, self.case.storage, self.case.work, self.case.plan
+        # A fast block keeps its input as it is, which is the boundary at hand, and the gradient of its output is what is carried.
+        again = self._each if storage.fast and storage.stream == 2 else 0
+        carried = self._each if storage.fast else 0
         own = Bytes(
             {
-                "boundaries": held * self._each if self.case.plan.activation_offload else 0,
-                "recomputation": checkpointing.recomputed_bytes(shape, storage, work, True),
-                "workspace": activations.block_workspace(shape, storage, work),
+                "boundaries": (streaming.AHEAD + 1) * self._each if plan.activation_offload else 0,
+                "recomputation": checkpointing.recomputed_bytes(shape, storage, work, True) - again,
+                "workspace": activations.block_workspace(shape, storage, work) - carried,
                 "decoded block": self._decoded,
-                # Those of the block before are on their way down; from the second micro-batch on, the block's own
-                # stand whole while one more of a matrix is made.
-                "gradients": self.figures.gradients + several * (self.figures.gradients and storage.weight * largest),
-                # Its gradient is on its way down during the last block's backward.
-                "visiting head": self.ends.head_comes if storage.trained else 0,
             }
         )
-        return self._around + self._grown + own
+        moments = []
+        for left in (shape.blocks, max(1, shape.blocks - GRADIENTS_LEAVING), 1):
+            done = shape.blocks - left
+            # From the second micro-batch on the block's own stand while more are made, which the workspace holds.
+            going = (min(GRADIENTS_LEAVING, done) + self._several) * self.figures.gradients
+            # A head's gradient is on its way down during the last block's backward.
+            visited = self.ends.head_comes if storage.trained and not done else 0
+            moving = Bytes({"gradients": going + self._staying(done), "visiting head": visited})
+            moments.append(self._around_with(left) + own + moving)
+        return moments
+
+    def _staying(self, done: int) -> int:
+        """Bytes of gradients that stay on the device when so many blocks' backward is over: the head's, or adapters' so far."""
+        if self.case.storage.trained:
+            return self._of_head
+        blocks = self.case.shape.blocks
+        adapters = self._grown.total - self._of_head
+        return self._of_head + adapters * min(done + self._several, blocks) // blocks
 
     def _update(self) -> Bytes:
         """The update of what stays on the device."""
         storage = self.case.storage
         work = self._update_bytes(self.case.largest)
-        head = self.case.shape.vocabulary * self.case.shape.hidden
-        elsewhere = self.ends.head_passes or self.ends.head_comes
-        again = storage.weight * head if storage.whole_head and not elsewhere else 0
         passed = Bytes({"carry": self.figures.carry if self.ends.embedding_passes and storage.trained else 0})
-        return Bytes({"batch": self._batch, "workspace": max(work, again)}) + self._grown + passed
+        return Bytes({"batch": self._batch, "workspace": max(work, self._of_head)}) + self._grown + passed

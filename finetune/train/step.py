@@ -86,7 +86,10 @@ def _gradients_of(job: Job, batches: list[Batch], count: float) -> tuple[list[Te
         (batch,) = batches
         in_backward.mode = "update"
         loss = backward(job, batch, count, look=True)
-        return [loss], torch.stack(in_backward.finish())
+        norms = in_backward.finish()
+        if job.update.host is not None:
+            job.update.host.end()
+        return [loss], torch.stack(norms)
     if job.update.stream is not None:
         losses = stream_batches(job, batches, count)
     else:
