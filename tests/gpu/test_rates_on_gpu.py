@@ -20,7 +20,8 @@ def test_a_gpus_rates_are_measured_in_under_twenty_seconds() -> None:
     started = time.perf_counter()
     rates = measure(device, name)
     assert time.perf_counter() - started < 20
-    assert torch.cuda.memory_allocated(device) == before
+    # cuBLAS keeps its workspace, which torch counts as allocated.
+    assert torch.cuda.memory_allocated(device) <= before + 2**26
     assert from_dict(rates.as_dict()) == rates
     assert rates.gpus == torch.cuda.device_count()
     assert rates.fp32_operations_per_s < rates.bf16_operations_per_s
