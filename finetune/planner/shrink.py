@@ -22,7 +22,8 @@ IN_PLACE = ("micro_batch", "loss_chunk")
 CLEARLY = 0.05
 """The share of the failed plan's bytes that the next one has to save, where any plan does: a smaller gain is within what
 estimates are off by."""
-
+ALIKE = 0.01
+"""The share by which a plan with half the micro-batch may be above the failed one, where no plan is below it: more ids wait."""
 OTHER_PINS = ("exact", "weights", "resident_blocks", "slots", "head_placement")
 """Keys of plan.* that take plans away, beside the micro-batch and the levers."""
 
@@ -46,18 +47,21 @@ def in_place(before: Plan, after: Plan) -> bool:
 
 
 def smaller(space: Space, decision: Decision, only_in_place: bool = False, again: int = 0) -> Decision | None:
-    """The fastest plan whose step has clearly fewer planned bytes than the decision's; else the smallest with fewer; else
-    None. No other phase may need more than before. `again`: how often this step failed before; each time the share doubles, so
-    that a few attempts suffice."""
-    planned = decision.estimate.step_tensors
-    found = [
+    """The fastest plan whose step has clearly fewer planned bytes than the decision's; else the smallest with fewer; else one
+    with half the micro-batch and hardly more: what is planned widest may not be what was too wide. None where there is none. No
+    other phase may need more than before. `again`: how often this step failed before; each time the share doubles, so that a
+    few attempts suffice."""
+    planned, peak = decision.estimate.step_tensors, decision.estimate.peak
+    possible = [
         each
         for each in _candidates(space)
-        if each.estimate.step_tensors < planned
-        and each.bytes <= decision.estimate.peak
+        if each.estimate.step_tensors <= planned * (1 + ALIKE)
+        and each.bytes <= peak * (1 + ALIKE)
         and (space.budget.device == "cpu" or space.budget.host_lack(each.estimate) <= 0)
         and (not only_in_place or in_place(decision.plan, each.plan))
     ]
+    found = [each for each in possible if each.estimate.step_tensors < planned and each.bytes <= peak]
+    found = found or [each for each in possible if each.plan.micro_batch <= decision.plan.micro_batch // 2]
     if not found:
         return None
     clear = [each for each in found if each.estimate.step_tensors <= planned * (1 - CLEARLY * 2**again)]

@@ -14,17 +14,16 @@ import yaml
 
 import finetune
 from finetune.checkpoint import store
-from finetune.errors import CheckpointError, LostProcessError, NothingFitsError, StoppedError
+from finetune.errors import CheckpointError, NothingFitsError, StoppedError
 from finetune.tasks.text import TextTask
 from finetune.train import loop, recovery, step
 from finetune.train.streamed import Streamed
 from tests.conftest import changed, method
 from tests.runs.history import column, last_state, same_bits
-from tests.runs.ranks import endings, run_ranks
-from tests.runs.test_failing_ranks import raise_at
 from tests.runs.test_resume import stop_at
 
-KINDS = ["lora", "none", "packed", "streamed", "streamed none", "streamed ends", "in backward"]
+KINDS = ["packed", "in backward"]
+"""The others are in test_out_of_memory."""
 ENDS = {"embedding_placement": "host", "head_placement": "host", "fast_block": True}
 OPEN = ("micro_batch", "loss_chunk", "activation_checkpointing")
 
@@ -144,18 +143,6 @@ def test_what_the_failed_step_held_is_freed(
     assert seen == [0]
 
 
-def test_a_resume_goes_on_with_the_smaller_plan(tiny: dict[str, Any], tmp_path: Path) -> None:
-    recipe = recipe_of(tiny, "lora")
-    whole, _ = recovered(recipe, tmp_path / "whole", 3)
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, 5)
-        with pytest.raises(StoppedError):
-            recovered(recipe, tmp_path / "stopped", 3)
-    run = finetune.run(changed(recipe, run__dir=str(tmp_path / "stopped")), "resume=auto")
-    assert run.summary["out_of_memory"] == whole.summary["out_of_memory"]
-    assert same_bits(tmp_path / "whole", tmp_path / "stopped")
-
-
 def test_weights_that_moved_are_taken_from_the_last_checkpoint(
     tiny: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,51 +169,6 @@ def test_weights_that_moved_are_taken_from_the_last_checkpoint(
     straight, here = last_state(tmp_path / "straight"), last_state(tmp_path / "run")
     for name, weight in straight["trainable"].items():
         torch.testing.assert_close(here["trainable"][name], weight, atol=1e-5, rtol=0)
-
-
-def test_pins_hold_and_are_named(tiny: dict[str, Any], tmp_path: Path) -> None:
-    """Every choice is pinned, so nothing is left: exit 3, the state of step 2 is saved, and a resume without pins ends well."""
-    recipe = changed(recipe_of(tiny, "lora"), checkpoint__every=None)
-    pins = {"micro_batch": 4, "loss_chunk": 0, "activation_checkpointing": False}
-    with pytest.raises(NothingFitsError, match="only pinned choices would help") as caught:
-        recovered(changed(recipe, plan=pins), tmp_path / "run", 3)
-    assert caught.value.exit_code == 3
-    assert "plan.micro_batch=4" in str(caught.value)
-    assert "the state after step 2 is saved" in str(caught.value)
-    assert store.newest(tmp_path / "run/checkpoints")[0].name == "step-0000002"
-    run = finetune.run(changed(recipe, run__dir=str(tmp_path / "run")), "resume=auto")
-    assert run.summary["steps"] == 8
-
-
-def test_a_trial_changes_only_what_needs_no_checkpoint(tiny: dict[str, Any], tmp_path: Path) -> None:
-    recipe = changed(recipe_of(tiny, "lora"), run__keep=False, checkpoint__every=None)
-    run, _ = recovered(recipe, tmp_path / "run", 3)
-    (met,) = run.summary["out_of_memory"]
-    assert {name for name in met["after"] if met["before"][name] != met["after"][name]} <= {"micro_batch", "loss_chunk"}
-
-
-def test_the_probe_shrinks_the_plan_before_step_1(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = changed(recipe_of(tiny, "lora"), plan__probe=True)
-    real, sizes = loop.probe, []
-
-    def probe(job: Any, rows: list[int]) -> None:
-        real(job, rows)
-        sizes.append(job.plan.micro_batch)
-        if len(sizes) == 1:
-            raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(loop, "probe", probe)
-    run = finetune.run(recipe)
-    (met,) = run.summary["out_of_memory"]
-    assert met["step"] == 1
-    assert "trial of the longest rows" in met["where"]
-    pinned_run = finetune.run(
-        changed(recipe, run__dir=str(tmp_path / "pinned"), plan__probe=False), *pinned(met["after"])
-    )
-    assert pinned_run.summary["loss_last"] == run.summary["loss_last"]
-    assert same_bits(tmp_path / "run", tmp_path / "pinned")
 
 
 def test_an_evaluation_halves_its_batches(
@@ -296,22 +238,3 @@ def test_a_disk_that_fills_up_in_a_save_leaves_the_checkpoint_before(
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert finetune.run(recipe_of(tiny, "lora"), "resume=auto").summary["steps"] == 8
-
-
-def test_b89_one_rank_of_two_saves_the_last_state_and_the_plan_to_go_on_with(
-    tiny: dict[str, Any], tmp_path: Path
-) -> None:
-    """Rank 1 fails in step 3; nothing was saved before. The resume takes the smaller plan and ends as an undisturbed run."""
-    recipe = changed(recipe_of(tiny, "lora"), checkpoint__every=None, data__valid_path=None)
-    first, second = endings(recipe, 2, lambda rank: raise_at(3, torch.OutOfMemoryError("no room")) if rank else None)
-    assert isinstance(first, LostProcessError)
-    assert isinstance(second, NothingFitsError)
-    assert "step 3 with rows" in str(second)
-    assert "the state after step 2 is saved" in str(second)
-    assert "resume=auto goes on with activation_checkpointing False -> 2" in str(second)
-    assert store.newest(tmp_path / "run/checkpoints")[0].name == "step-0000002"
-    resumed = run_ranks(changed(recipe, resume="auto"), 2)[0]
-    assert [met["step"] for met in resumed["out_of_memory"]] == [3]
-    assert yaml.safe_load((tmp_path / "run/plan.yaml").read_text())["activation_checkpointing"] == 2
-    straight = run_ranks(changed(recipe, run__dir=str(tmp_path / "straight")), 2)[0]
-    assert resumed["loss_last"] == pytest.approx(straight["loss_last"], abs=1e-5)
