@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from finetune.config.schema import Recipe
 from finetune.contracts import Bytes, Plan, Shape
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 BAR = 30
 """Characters of the longest bar."""
+One = TypeVar("One")
 LINE = 8
 """Plans shown of those that no other beats."""
 
@@ -181,7 +182,7 @@ def _neighbours(decision: Decision) -> Table:
     return table
 
 
-def line_of(alternatives: Sequence[Candidate], most: int = LINE) -> list[Candidate]:
+def line_of(alternatives: Sequence[One], most: int = LINE) -> list[One]:
     """At most `most` of the plans that no other beats, evenly chosen, the first and the last among them."""
     if len(alternatives) <= most:
         return list(alternatives)
