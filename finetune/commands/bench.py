@@ -63,4 +63,6 @@ def main(arguments: list[str]) -> int:
     if rates.peer_access is not None:
         rows.append(("GPUs reach each other's memory", "yes" if rates.peer_access else "no"))
     show(table(("rate", "measured"), rows, rates.name))
+    if rates.source != "measured":
+        show(rates.source)
     return 0

@@ -29,21 +29,24 @@ ROUNDS = 5
 LAUNCHES = 200
 WEIGHTS = 2**24
 """Weights that are decoded at a time."""
+NOT_DECODED = "measured rates (decoding of 4-bit weights, which bitsandbytes cannot here, from that of memory)"
+"""The source of rates whose decoding could not be measured."""
 
 
 def measure(device: torch.device, name: str) -> Rates:
     """The rates of `device`; `name` says what machine it is. Its memory's cache is given back afterwards."""
     kind = device.type
     start = replace(ASSUMED[kind], name=name, source="measured", fp8_operations_per_s=None, collective_bytes_per_s=None)
-    copied = _copy_rate(device)
+    copied, decoded = _copy_rate(device), _decode_rate(device)
     made = replace(
         start,
+        source="measured" if decoded else NOT_DECODED,
         bf16_operations_per_s=_product_rate(device, torch.bfloat16),
         fp32_operations_per_s=_product_rate(device, torch.float32),
         memory_bytes_per_s=copied,
         launch_s=_launch_seconds(device),
         host_copy_bytes_per_s=_copy_rate(torch.device("cpu")) / 2 if kind == "cuda" else copied / 2,
-        decode_weights_per_s=_decode_rate(device) or copied * DECODE / DECODE_BYTES,
+        decode_weights_per_s=decoded or copied * DECODE / DECODE_BYTES,
         gpus=0,
         peer_access=None,
         topology="",
@@ -146,7 +149,9 @@ def _decode_rate(device: torch.device) -> float | None:
         weight = torch.randn(count // 1024, 1024, device=device, dtype=torch.bfloat16)
         packed, state = quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
         return count / _seconds(device, lambda: dequantize_4bit(packed, state))
-    except (ImportError, RuntimeError, NotImplementedError, AttributeError):
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError):  # no kernel for this device
         return None
 
 

@@ -168,3 +168,15 @@ def test_rates_that_seconds_cannot_be_made_with_are_refused(value: float) -> Non
     """A whole number too large for a float is one of them: JSON has such."""
     with pytest.raises(ValueError, match="fp32_operations_per_s"):
         from_dict({**CPU.as_dict(), "fp32_operations_per_s": value})
+
+
+def test_decoding_that_cannot_be_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bitsandbytes import functional
+
+    def none(*given: object, **named: object) -> None:
+        raise NotImplementedError("no kernel")
+
+    monkeypatch.setattr(functional, "dequantize_4bit", none)
+    rates = measure(torch.device("cpu"), "this CPU")
+    assert "bitsandbytes cannot here" in rates.source
+    assert 0 < rates.decode_weights_per_s < rates.memory_bytes_per_s
